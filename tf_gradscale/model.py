@@ -1,0 +1,281 @@
+"""Keras models whose backward pass is gradient-scaled."""
+
+import contextlib
+import threading
+
+import keras
+
+# keras.src: not exported; tests/test_platform.py notices if it goes.
+from keras.src.models.functional import Functional
+
+from tf_gradscale.graph import _scope_dtype, function_of, trace
+from tf_gradscale.optimizer import GradScaleOptimizer
+from tf_gradscale.policy import checked, default_config
+from tf_gradscale.region import Region
+
+
+class _Mode(threading.local):
+    plain = False
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def _plain_forward():
+    """Within this scope, in this thread, models run as Keras would: nothing is differentiated."""
+    before, _mode.plain = _mode.plain, True
+    try:
+        yield
+    finally:
+        _mode.plain = before
+
+
+class _GradientScaling:
+    """What makes a Functional or Sequential model gradient-scaled; mixed in before its class."""
+
+    is_gradient_scaled = True
+
+    def _set_up(self, config):
+        object.__setattr__(self, "_gradscale", {"config": config, "function": None})
+
+    @property
+    def config(self):
+        """The `GradScaleConfig`."""
+        return self._gradscale["config"]
+
+    @property
+    def scales(self):
+        """The `ScaleRegistry` of the model."""
+        return self._region().scales
+
+    def _region(self):
+        """The region, made anew if layers were added since."""
+        function = function_of(self)
+        if function is None:
+            raise ValueError(
+                f"Model '{self.name}' must know its input shape before its gradients can be "
+                "scaled. Start it with a keras.Input, or build it. Received: an unbuilt Sequential"
+            )
+        if self._gradscale["function"] is not function:
+            check_layers(self)
+            graph = trace(function, _scope_dtype(self))
+            self._gradscale.update(function=function, region=Region(graph, self.config))
+        return self._gradscale["region"]
+
+    def call(self, inputs, training=None, mask=None, **kwargs):
+        if _mode.plain or function_of(self) is None:
+            return super().call(inputs, training=training, mask=mask, **kwargs)
+        function = function_of(self)
+        flat = function._standardize_inputs(inputs)
+        for x, one in zip(flat, keras.tree.flatten(mask) if mask is not None else [], strict=False):
+            if one is not None:
+                x._keras_mask = one
+        outputs = self._region()(flat, training)
+        outputs = keras.tree.pack_sequence_as(function._outputs_struct, outputs)
+        single = isinstance(outputs, (list, tuple)) and len(outputs) == 1
+        return outputs[0] if single else outputs
+
+    def compile(self, optimizer="rmsprop", *args, **kwargs):
+        """As `keras.Model.compile`; the optimizer is wrapped in `GradScaleOptimizer`."""
+        optimizer = keras.optimizers.get(optimizer)
+        if optimizer is not None and not isinstance(optimizer, GradScaleOptimizer):
+            optimizer = GradScaleOptimizer(optimizer)
+        if optimizer is not None:
+            optimizer.attach(self.scales)
+        super().compile(optimizer, *args, **kwargs)
+
+    def compile_from_config(self, config):
+        """As `keras.Model.compile_from_config`, which does nothing where `compile` is overridden."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def test_step(self, data):
+        with _plain_forward():
+            return super().test_step(data)
+
+    def predict_step(self, data):
+        with _plain_forward():
+            return super().predict_step(data)
+
+    def export(self, *args, **kwargs):
+        """As `keras.Model.export`: only the plain forward graph is exported."""
+        return strip(self).export(*args, **kwargs)
+
+    def get_config(self):
+        return {**super().get_config(), "config": keras.saving.serialize_keras_object(self.config)}
+
+
+@keras.saving.register_keras_serializable(package="tf_gradscale")
+class Model(_GradientScaling, keras.Model):
+    """A functional Keras model with a gradient-scaled backward pass.
+
+    Built like `keras.Model(inputs, outputs)`, and like it a base class for models with their own
+    `train_step`. Its forward pass is Keras' own, bit for bit; when it is differentiated, whatever
+    `training` is, the gradients of variables and inputs are computed in the layers' 16-bit format
+    with a scale for each gradient tensor, and leave with their true magnitude in float32.
+
+    Args:
+        inputs: Input tensors from `keras.Input`, in any structure.
+        outputs: Output tensors.
+        name: Name of the model.
+        config: A `GradScaleConfig`; by default the one of `set_global_policy`.
+        **kwargs: As for `keras.Model`.
+
+    Raises:
+        TypeError: If inputs and outputs are missing (a subclassed model), or `config` is none.
+        ValueError: If a layer keeps its weights in 16 bits.
+
+    Example:
+
+    >>> inputs = keras.Input((4,))
+    >>> model = Model(inputs, keras.layers.Dense(2)(inputs))
+    >>> model.compile("sgd", "mse")
+    >>> _ = model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+
+    Reference:
+        Zhao et al., *Reducing Underflow in Mixed Precision Training by Gradient Scaling*,
+        IJCAI 2020.
+    """
+
+    def __init__(self, inputs=None, outputs=None, name=None, config=None, **kwargs):
+        if inputs is None or outputs is None:
+            raise TypeError(
+                f"{type(self).__name__} needs `inputs` and `outputs`, made with keras.Input and "
+                "layers: a model whose `call` is written by hand cannot be scaled. Build it in "
+                "the functional style, or wrap its parts in tf_gradscale.layers.GradientScaled. "
+                f"Received: inputs={inputs}, outputs={outputs}"
+            )
+        config = default_config() if config is None else checked(config)
+        super().__init__(inputs, outputs, name=name, **kwargs)
+        self._set_up(config)
+        self._region()
+
+
+@keras.saving.register_keras_serializable(package="tf_gradscale")
+class Sequential(_GradientScaling, keras.Sequential):
+    """A `keras.Sequential` with a gradient-scaled backward pass; see `Model`.
+
+    Args:
+        layers: List of layers.
+        trainable: Whether the model's variables are trainable.
+        name: Name of the model.
+        config: A `GradScaleConfig`; by default the one of `set_global_policy`.
+    """
+
+    def __init__(self, layers=None, trainable=True, name=None, config=None):
+        self._set_up(default_config() if config is None else checked(config))
+        super().__init__(layers, trainable=trainable, name=name)
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        scaling = checked(config.pop("config"))
+        model = super().from_config(config, custom_objects=custom_objects)
+        model._set_up(scaling)
+        return model
+
+
+def convert(model, config=None):
+    """The same model with a gradient-scaled backward pass.
+
+    Layers, weights and names are shared with `model`, not copied, and so are `summary()`, saved
+    weights and predictions. The new model is not compiled.
+
+    Args:
+        model: A Functional or Sequential `keras.Model`, built. Nested ones are scaled throughout.
+        config: A `GradScaleConfig`; by default the one of `set_global_policy`.
+
+    Returns:
+        A `Model`, or a `Sequential` of this package.
+
+    Raises:
+        TypeError: If `model` is no Keras model, or a kind that cannot be converted.
+        ValueError: If a layer keeps its weights in 16 bits, or the model is not built.
+
+    Example:
+
+    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+    >>> type(model).__name__, len(model.weights)
+    ('Sequential', 2)
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`convert` takes a Functional or Sequential keras.Model. For a single layer, use "
+            f"tf_gradscale.layers.GradientScaled(layer). Received: {model!r}"
+        )
+    if isinstance(model, _GradientScaling):
+        raise TypeError(
+            f"Model '{model.name}' is gradient-scaled already; use it as it is, or "
+            "`convert(strip(model), config)` for another configuration. "
+            f"Received: a {type(model).__name__}"
+        )
+    kind = type(model)
+    if kind is keras.Sequential:
+        # Checked first: an unbuilt Sequential has nothing to convert.
+        if function_of(model) is None:
+            raise ValueError(
+                f"Model '{model.name}' must know its input shape: start it with a keras.Input, "
+                "or call `build`, before `convert`. Received: an unbuilt Sequential"
+            )
+        converted = Sequential(model._layers, model.trainable, model.name, config)
+    elif kind is Functional:
+        converted = Model(
+            model._inputs_struct, model._outputs_struct, name=model.name, config=config
+        )
+    else:
+        raise TypeError(
+            "`convert` takes a Functional or Sequential model; this one has methods of its own. "
+            "If it is built as Model(inputs, outputs), derive its class from tf_gradscale.Model "
+            "instead of keras.Model. If its `call` is written by hand, convert the functional "
+            "parts it is made of, or wrap them in tf_gradscale.layers.GradientScaled. "
+            f"Received: model '{model.name}' of class {kind.__name__}"
+        )
+    converted.dtype_policy = model.dtype_policy
+    converted.scales  # noqa: B018  (makes the region now, so that errors come now)
+    return converted
+
+
+def strip(model):
+    """The plain Keras model: same layers, same weights, Keras' own backward pass.
+
+    Args:
+        model: A model made by `convert`, `Model` or `Sequential` of this package.
+
+    Returns:
+        A `keras.Model` (a `keras.Sequential` for a Sequential), not compiled.
+
+    Raises:
+        TypeError: If the model is not gradient-scaled.
+
+    Example:
+
+    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+    >>> type(strip(model)) is keras.Sequential
+    True
+    """
+    if not isinstance(model, _GradientScaling):
+        raise TypeError(
+            "`strip` takes a model made by tf_gradscale.convert or tf_gradscale.Model. "
+            f"Received: {model!r}"
+        )
+    if isinstance(model, keras.Sequential):
+        plain = keras.Sequential(model._layers, model.trainable, model.name)
+    else:
+        plain = keras.Model(model._inputs_struct, model._outputs_struct, name=model.name)
+    plain.dtype_policy = model.dtype_policy
+    return plain
+
+
+def check_layers(model):
+    """Refuses layers that keep weights in 16 bits: an update smaller than half a unit is lost."""
+    for layer in model._flatten_layers():
+        for variable in layer.trainable_variables:
+            if variable.dtype in ("float16", "bfloat16"):
+                raise ValueError(
+                    f"Layer '{layer.name}' keeps its weights in {variable.dtype}, in which small "
+                    "updates are lost; weights must be float32. Give the layer "
+                    f'dtype="mixed_{variable.dtype}" instead of dtype="{variable.dtype}". '
+                    f"Received: variable '{variable.path}' of dtype {variable.dtype}"
+                )

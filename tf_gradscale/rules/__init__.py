@@ -1,0 +1,48 @@
+"""Rules by kind of operation: the cases of Algorithm 1, as an open table."""
+
+import keras
+
+from tf_gradscale.rules.base import Rule, Scaled
+from tf_gradscale.rules.carry import Carry, Measured, is_neutral
+from tf_gradscale.rules.gemm import Gemm
+from tf_gradscale.rules.normalization import Normalization
+
+__all__ = ["Carry", "Gemm", "Measured", "Normalization", "Rule", "Scaled", "register", "rule_for"]
+
+_registered: dict[type, type] = {}
+
+
+def register(layer_class, rule):
+    """Has layers of a class differentiated by a rule of one's own.
+
+    Args:
+        layer_class: A `keras.layers.Layer` subclass; its own subclasses follow it.
+        rule: A `Rule` subclass, made with the step and the registry.
+
+    Raises:
+        TypeError: If one of the two is not such a class.
+
+    Example:
+
+    >>> register(keras.layers.Rescaling, Measured)
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, keras.layers.Layer)):
+        raise TypeError(f"`layer_class` must be a Keras layer class. Received: {layer_class!r}")
+    if not (isinstance(rule, type) and issubclass(rule, Rule)):
+        raise TypeError(
+            "`rule` must be a subclass of tf_gradscale.rules.Rule, not an instance. "
+            f"Received: {rule!r}"
+        )
+    _registered[layer_class] = rule
+
+
+def rule_for(step, registry):
+    """Makes the rule of a step: a registered one, else the first of the table that takes it."""
+    for known in type(step.operation).__mro__:
+        if known in _registered:
+            return _registered[known](step, registry)
+    for rule in (Gemm, Normalization):
+        if rule.takes(step.operation):
+            return rule(step, registry)
+    rule = Carry if is_neutral(step.operation) else Measured
+    return rule(step, registry)

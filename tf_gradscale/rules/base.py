@@ -1,0 +1,97 @@
+"""What a rule is: how one kind of operation runs forward, and how it carries ⟨α, ∇Y⟩ backward."""
+
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gradscale import estimate
+from tf_gradscale.registry import keras_autocast_off
+
+
+class Scaled(NamedTuple):
+    """The paper's 2-tuple ⟨α, ∇X⟩ (Section 4.1): the gradient is α times the true one.
+
+    `log2_alpha`: scalar float32, integral. `gradient`: a tensor or `tf.IndexedSlices`.
+    """
+
+    log2_alpha: tf.Tensor
+    gradient: tf.Tensor
+
+
+class Rule:
+    """How one step of the graph is run and differentiated.
+
+    A rule is made once, when a model is converted, and reserves its sites then. `forward` runs
+    the step and returns what `backward` needs; `backward` may be called any number of times.
+
+    Args:
+        step: The `graph.Step`.
+        registry: The `ScaleRegistry` in which to reserve sites and factors.
+    """
+
+    # Whether `forward` replaces the layer's `__call__`, which would have passed masks along.
+    direct = False
+
+    def __init__(self, step, registry):
+        self.step = step
+        self.operation = step.operation
+
+    def input_dtype(self):
+        """The dtype to which float inputs are cast before `forward`, or `None` to leave them.
+
+        A layer casts its inputs to its compute dtype, and `keras.ops` cast to the widest. Done
+        here instead, the gradient arrives before it is cast back, so that it can be scaled first.
+        """
+        operation = self.operation
+        if isinstance(operation, keras.layers.Layer):
+            is_float = "float" in operation.compute_dtype
+            return operation.compute_dtype if operation.autocast and is_float else None
+        floats = {tensor.dtype for tensor in self.step.inputs if tensor.is_float}
+        made = {tensor.dtype for tensor in self.step.outputs}
+        if made == {"float32"} and ("float32" in floats or type(operation).__name__ == "Cast"):
+            return "float32"
+        return None
+
+    def forward(self, inputs, call):
+        """Runs the step.
+
+        Args:
+            inputs: The step's input tensors.
+            call: Calls the operation as Keras would, on such a list of tensors.
+
+        Returns:
+            The output tensors, flat, and a record for `backward`.
+        """
+        raise NotImplementedError
+
+    def backward(self, record, upstream, walk):
+        """Carries gradients from the step's outputs to its inputs.
+
+        Args:
+            record: What `forward` returned.
+            upstream: For each output a `Scaled`, or `None` where no gradient arrives.
+            walk: The `Walk` of this backward pass: chooses scales, collects variable gradients.
+
+        Returns:
+            For each input a `Scaled`, or `None` where no gradient flows.
+        """
+        raise NotImplementedError
+
+
+def multiply(x, factor):
+    """x times a power of two, in x's own dtype (exact short of overflow and the subnormals)."""
+    if isinstance(x, tf.IndexedSlices):
+        return tf.IndexedSlices(multiply(x.values, factor), x.indices, x.dense_shape)
+    return x * tf.cast(factor, x.dtype)
+
+
+def variable_value(variable):
+    """The `tf.Variable` behind a Keras variable, uncast."""
+    with keras_autocast_off():
+        return variable.value
+
+
+def is_finite(tensors):
+    """Whether all entries of all tensors are finite, as a scalar."""
+    return tf.math.is_finite(tf.reduce_max(tf.stack([estimate.max_abs(t) for t in tensors])))

@@ -1,0 +1,261 @@
+"""f_G: products of an activation with a kernel (lines 2 to 7 of Algorithm 1)."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gradscale.estimate import exp2
+from tf_gradscale.rules.base import Rule, Scaled, is_finite, variable_value
+
+
+class Product(NamedTuple):
+    """One bilinear map of a layer.
+
+    `apply`: (x, kernel) → product, as Keras computes it. `kernel`: the Keras variable. `n`: the
+    accumulation length N of ∇X, how many products are summed into one of its entries. `x_axis`
+    and `y_axis`: where the channels that the kernel mixes lie in input and output, or `None`.
+    """
+
+    apply: Callable
+    kernel: Any
+    n: float
+    x_axis: int | None
+    y_axis: int | None
+
+
+class Gemm(Rule):
+    """A layer that is one or more products, a bias and an activation.
+
+    Forward: Y = φ(f_G(X, W) + b). Backward, with ∇Z the gradient at the product's output:
+    ⟨αβ, f_G(∇Z, βW)⟩ for the input, with β by Theorem 1; f_G(X, β_W∇Z) / (αβ_W) for the kernel
+    and Σ∇Z / α for the bias, both divided in float32.
+    """
+
+    direct = True
+
+    def __init__(self, step, registry):
+        super().__init__(step, registry)
+        self.products = PRODUCTS[_product_class(step.operation)](step.operation)
+        self.activation = None if step.linear else step.operation.activation
+        self.bias = step.operation.bias
+        self.slots = []
+        for i, product in reversed(list(enumerate(self.products))):
+            label = product.kernel.name
+            operand = "input" if i == 0 else f"{label}_input"
+            self.slots.insert(
+                0,
+                {
+                    "variable": registry.add_site(f"{step.name}/{label}", "variable"),
+                    "input": registry.add_site(f"{step.name}/{operand}", "gemm"),
+                    "beta_w": registry.add_factor(),
+                    "beta": registry.add_factor(),
+                    "unscale": registry.add_factor(),
+                },
+            )
+        self.bias_slot = registry.add_factor() if self.bias is not None else None
+
+    @classmethod
+    def takes(cls, operation):
+        """Whether the operation is a layer of this kind, unchanged by a subclass or by LoRA."""
+        known = _product_class(operation)
+        return (
+            known is not None
+            and not getattr(operation, "lora_enabled", False)
+            and getattr(operation, "quantization_mode", None) is None
+            and operation.activity_regularizer is None
+        )
+
+    def forward(self, inputs, call):
+        (z,) = inputs
+        dtype = z.dtype
+        stages = []
+        for product in self.products:
+            kernel = tf.cast(variable_value(product.kernel), dtype)
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(kernel)
+                y = product.apply(z, kernel)
+            stages.append((z, kernel, tape, y))
+            z = y
+        if self.bias is not None:
+            bias = tf.cast(variable_value(self.bias), dtype)
+            if len(self.bias.shape) == 1:
+                shape = [1] * z.shape.rank
+                shape[_channel_axis(self.operation, z.shape.rank)] = -1
+                bias = tf.reshape(bias, shape)
+            z = keras.ops.add(z, bias)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(z)
+            y = self.activation(z) if self.activation is not None else z
+        return [y], (stages, z, tape, y)
+
+    def backward(self, record, upstream, walk):
+        stages, z, tape, y = record
+        alpha, dy = upstream[0]
+        dz = dy if y is z else tape.gradient(y, z, output_gradients=dy)
+        if self.bias is not None and self.bias.trainable:
+            walk.add(self.bias, alpha, _sum_to(dz, self.bias.shape, self), self.bias_slot)
+        for product, slot, (x, kernel, tape, y) in reversed(
+            list(zip(self.products, self.slots, stages, strict=True))
+        ):
+            if product.kernel.trainable:
+                alpha_w = walk.choose(
+                    slot["variable"],
+                    alpha,
+                    lambda dz=dz, x=x, product=product: walk.placement.variable(
+                        dz, x, product.y_axis, product.x_axis
+                    ),
+                    dz.dtype,
+                )
+                beta_w = walk.factor(slot["beta_w"], lambda a=alpha_w, b=alpha: exp2(a - b))
+                dz_w = walk.multiply(dz, beta_w)
+                dw = tape.gradient(y, kernel, output_gradients=dz_w)
+                walk.add(product.kernel, alpha_w, dw, slot["unscale"])
+            weight = tf.convert_to_tensor(variable_value(product.kernel))
+            alpha_x = walk.choose(
+                slot["input"],
+                alpha,
+                lambda dz=dz, w=weight, n=product.n: walk.placement.gemm(dz, w, n),
+                dz.dtype,
+            )
+            beta = walk.factor(slot["beta"], lambda a=alpha_x, b=alpha: exp2(a - b))
+            with tf.GradientTape() as again:
+                again.watch(x)
+                y = product.apply(x, tf.cast(weight * beta, x.dtype))
+            dx = again.gradient(y, x, output_gradients=dz)
+            walk.check(
+                slot["input"],
+                lambda dx=dx: is_finite([dx]),
+                lambda dz=dz: is_finite([dz]),
+                input_only=product is self.products[0],
+            )
+            alpha, dz = alpha_x, dx
+        return [Scaled(alpha, dz)]
+
+
+def _sum_to(dz, shape, rule):
+    """Σ∇Z over all axes that a bias of `shape` is broadcast over, in float32: no overflow."""
+    dz = tf.cast(dz, tf.float32)
+    rank = dz.shape.rank
+    if len(shape) == 1:
+        keep = [_channel_axis(rule.operation, rank)]
+    else:
+        offset = rank - len(shape)
+        keep = [offset + i for i, size in enumerate(shape) if size != 1]
+    total = tf.reduce_sum(dz, [i for i in range(rank) if i not in keep])
+    return tf.reshape(total, shape)
+
+
+def _channel_axis(layer, rank):
+    return 1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
+
+
+def _product_class(operation):
+    """The class in `PRODUCTS` whose `call` the operation runs, or `None`."""
+    for known in type(operation).__mro__:
+        if known in PRODUCTS:
+            return known if type(operation).call is known.call else None
+    return None
+
+
+def _dense(layer):
+    return [Product(keras.ops.matmul, layer._kernel, layer.units, -1, -1)]
+
+
+def _einsum_dense(layer):
+    operands, output = layer.equation.split("->")
+    x, kernel = operands.split(",")
+    x = x.replace("...", "")
+    sizes = dict(zip(kernel, layer.kernel.shape, strict=True))
+    n = math.prod(size for letter, size in sizes.items() if letter not in x)
+    return [
+        Product(
+            lambda x, kernel: keras.ops.einsum(layer.equation, x, kernel),
+            layer._kernel,
+            n,
+            -1 if x[-1] in kernel else None,
+            -1 if output.replace("...", "")[-1] in kernel else None,
+        )
+    ]
+
+
+def _conv(layer):
+    def apply(x, kernel):
+        if layer.padding == "causal":
+            x = keras.ops.pad(x, layer._compute_causal_padding())
+        return keras.ops.conv(
+            x,
+            kernel,
+            strides=list(layer.strides),
+            padding="valid" if layer.padding == "causal" else layer.padding,
+            dilation_rate=layer.dilation_rate,
+            data_format=layer.data_format,
+        )
+
+    # On average over the entries of ∇X: a 1×1 kernel with stride 2 reaches one in four.
+    area = math.prod(layer.kernel_size) / math.prod(layer.strides)
+    axis = _channel_axis(layer, layer.rank + 2)
+    return [Product(apply, layer._kernel, area * layer.filters / layer.groups, axis, axis)]
+
+
+def _conv_transpose(layer):
+    def apply(x, kernel):
+        return keras.ops.conv_transpose(
+            x,
+            kernel,
+            strides=list(layer.strides),
+            padding=layer.padding,
+            output_padding=layer.output_padding,
+            dilation_rate=layer.dilation_rate,
+            data_format=layer.data_format,
+        )
+
+    axis = _channel_axis(layer, layer.rank + 2)
+    n = math.prod(layer.kernel_size) * layer.filters
+    return [Product(apply, layer.kernel, n, axis, axis)]
+
+
+def _depthwise(layer, kernel=None):
+    def apply(x, kernel):
+        return keras.ops.depthwise_conv(
+            x,
+            kernel,
+            strides=layer.strides,
+            padding=layer.padding,
+            dilation_rate=layer.dilation_rate,
+            data_format=layer.data_format,
+        )
+
+    area = math.prod(layer.kernel_size) / math.prod(_as_tuple(layer.strides, layer.rank))
+    axis = _channel_axis(layer, layer.rank + 2)
+    kernel = layer.kernel if kernel is None else kernel
+    return [Product(apply, kernel, area * layer.depth_multiplier, axis, axis)]
+
+
+def _separable(layer):
+    def apply(x, kernel):
+        return keras.ops.conv(x, kernel, 1, "valid", layer.data_format)
+
+    axis = _channel_axis(layer, layer.rank + 2)
+    pointwise = Product(apply, layer.pointwise_kernel, layer.filters, axis, axis)
+    return [*_depthwise(layer, layer.depthwise_kernel), pointwise]
+
+
+def _as_tuple(value, rank):
+    return (value,) * rank if isinstance(value, int) else tuple(value)
+
+
+_layers = keras.layers
+PRODUCTS = {
+    _layers.Dense: _dense,
+    _layers.EinsumDense: _einsum_dense,
+    **dict.fromkeys((_layers.Conv1D, _layers.Conv2D, _layers.Conv3D), _conv),
+    **dict.fromkeys(
+        (_layers.Conv1DTranspose, _layers.Conv2DTranspose, _layers.Conv3DTranspose),
+        _conv_transpose,
+    ),
+    **dict.fromkeys((_layers.DepthwiseConv1D, _layers.DepthwiseConv2D), _depthwise),
+    **dict.fromkeys((_layers.SeparableConv1D, _layers.SeparableConv2D), _separable),
+}
