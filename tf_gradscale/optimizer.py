@@ -3,8 +3,6 @@
 import keras
 import tensorflow as tf
 
-from tf_gradscale.registry import keras_autocast_off
-
 
 @keras.saving.register_keras_serializable(package="tf_gradscale")
 class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):

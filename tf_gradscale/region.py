@@ -10,9 +10,8 @@ from keras.src.backend import AutocastScope
 from tensorflow.python.eager import record
 
 from tf_gradscale import heads
-from tf_gradscale.graph import Tensor
-from tf_gradscale.estimate import Placement, exp2
-from tf_gradscale.registry import ScaleRegistry, keras_autocast_off
+from tf_gradscale.choose import Chooser
+from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import rule_for
 from tf_gradscale.rules.base import Scaled
 from tf_gradscale.walk import Walk
@@ -33,46 +32,37 @@ class Region:
 
     def __init__(self, graph, config):
         self.graph, self.config = graph, config
-        self.placement = Placement.of(config)
+        self.chooser = Chooser.of(config)
         self.scales = ScaleRegistry(config)
         heads.cut(graph)
         consumers = graph.consumers()
-        self._owners = {}
         # Sites are reserved in the order in which the backward pass meets them.
-        self._outputs = [self._edge(f"output_{i}", t) for i, t in enumerate(graph.outputs)]
-        if len(graph.outputs) == 1:
-            self._outputs = [self._edge("output", graph.outputs[0])]
+        names = [f"output_{i}" if len(graph.outputs) > 1 else "output" for i in range(len(graph.outputs))]
+        self._outputs = [self._edge(n, t) for n, t in zip(names, graph.outputs, strict=True)]
         self._edges, self._branches = {}, {}
         for step in reversed(graph.steps):
             for tensor in step.outputs:
                 self._reserve_branch(tensor, consumers, step.name)
-            first = len(self.scales)
             step.rule = rule_for(step, self.scales)
-            self._owners.update(dict.fromkeys(list(self.scales)[first:], step))
             dtype = step.rule.input_dtype()
             for i, tensor in enumerate(step.inputs):
                 label = f"{step.name}/cast" if len(step.inputs) == 1 else f"{step.name}/cast_{i}"
-                self._edges[step, i] = self._edge(label, tensor, dtype)
+                self._edges[step, i] = self._edge(label, tensor, dtype, step.rule.cast_model)
         for i, tensor in enumerate(graph.inputs):
             self._reserve_branch(tensor, consumers, f"input_{i}")
-        self._inputs = [self.scales.add_factor() for _ in graph.inputs]
         self.scales.build()
 
-    def _edge(self, name, tensor, dtype="float32"):
-        """A cast's site and factor, where a gradient is cast to the narrower dtype of `tensor`."""
-        narrow = tensor.dtype in ("float16", "bfloat16") and dtype == "float32"
-        if not narrow:
+    def _edge(self, name, tensor, dtype="float32", model=None):
+        """Group and model of a cast, where a gradient is cast to the narrower dtype of `tensor`."""
+        if tensor.dtype not in ("float16", "bfloat16") or dtype != "float32":
             return None
-        site = self.scales.add_site(name, "cast")
-        self._owners[site] = tensor
-        return site, self.scales.add_factor()
+        return self.scales.add_group([(name, "cast")], 2), model or self.config.cast_model
 
     def _reserve_branch(self, tensor, consumers, name):
         users = consumers.get(id(tensor), [])
         if tensor.is_float and len(users) > 1:
-            site = self.scales.add_site(f"{name}/branch", "branch")
-            self._owners[site] = tensor
-            self._branches[id(tensor)] = (site, [self.scales.add_factor() for _ in users])
+            names = [(f"{name}/branch", "branch")]
+            self._branches[id(tensor)] = self.scales.add_group(names, len(users) + 1)
 
     def __call__(self, inputs, training):
         """Runs the graph.
@@ -87,7 +77,7 @@ class Region:
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks = []
         watched = [x for x in inputs if x.dtype.is_floating and _is_watched(x)]
-        with keras_autocast_off():
+        with autocast_off():
 
             @tf.custom_gradient
             def run(*xs):
@@ -136,93 +126,66 @@ class Region:
         return values, records
 
     def _backward(self, xs, records, dtypes, upstream, variables, watched):
-        """Both kinds of pass, as two programs under one condition; and the registry's write."""
-        state_of, updating = self.scales.begin()
-        needed = self._needed(watched)
-        layout = []
-
-        def pass_of(is_updating):
-            state = state_of()
-            walk = Walk(state, self.placement, self.config, is_updating, needed)
-            dxs = self._algorithm_1(walk, records, dtypes, upstream, len(xs))
-            found = walk.gradients()
-            dvs = [found.get(v.ref()) for v in variables or []]
-            vector, pending = walk.result()
-            results = [*dxs, *dvs]
-            layout[:] = [r is not None for r in results]
-            return [r for r in results if r is not None], vector, pending
-
-        present, vector, pending = tf.cond(updating, lambda: pass_of(True), lambda: pass_of(False))
-        with tf.control_dependencies(self.scales.end(vector, pending)):
-            present = iter([_identity(g) for g in present])
-        results = [next(present) if there else None for there in layout]
-        dxs, dvs = results[: len(xs)], results[len(xs) :]
+        """Runs Algorithm 1 and writes the registry, on which all results then depend."""
+        walk = Walk(self.scales, self.chooser, self._needed(watched))
+        dxs = self._algorithm_1(walk, records, dtypes, upstream)
+        found = walk.gradients()
+        dvs = [found.get(v.ref()) for v in variables or []]
+        with tf.control_dependencies(walk.finish()):
+            dxs, dvs = ([_identity(g) for g in gs] for gs in (dxs, dvs))
         return dxs if variables is None else (dxs, dvs)
 
-    def _needed(self, watched):
-        """Which gradients anything depends on: a function of a site.
-
-        Below the first trainable layer there is none, unless the inputs' own gradient is asked
-        for; measuring there would keep alive what is otherwise pruned.
-        """
-        needed = {id(t): watched and t.is_float for t in self.graph.inputs}
-        trainable = {}
-        for step in self.graph.steps:
-            trainable[step] = bool(getattr(step.operation, "trainable_variables", ()))
-            above = trainable[step] or any(needed[id(t)] for t in step.inputs)
-            needed.update({id(t): above for t in step.outputs})
-
-        def is_needed(site, input_only=False):
-            owner = self._owners[site]
-            if isinstance(owner, Tensor):
-                return needed[id(owner)]
-            inputs = any(needed[id(t)] for t in owner.inputs)
-            return inputs or (trainable[owner] and not input_only)
-
-        return is_needed
-
-    def _algorithm_1(self, walk, records, dtypes, upstream, inputs):
+    def _algorithm_1(self, walk, records, dtypes, upstream):
         """Algorithm 1: operators in reversed topological order, each by the rule for its kind."""
+        consumers = self.graph.consumers()
         arrived: dict[int, dict] = {}
 
         def deliver(tensor, user, pair, edge):
             if edge is not None:
-                pair = walk.cast(*edge, pair, tensor.dtype)
+                pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1])
             gradient = tf.cast(tf.convert_to_tensor(pair.gradient), tensor.dtype)
-            arrived.setdefault(id(tensor), {})[user] = Scaled(pair.log2_alpha, gradient)
+            arrived.setdefault(id(tensor), {})[user] = pair._replace(gradient=gradient)
 
-        def collect(tensor, consumers):
+        def collect(tensor):
             pairs = arrived.get(id(tensor), {})
             if len(pairs) < 2:
                 return next(iter(pairs.values()), None)
-            site, factors = self._branches[id(tensor)]
-            factors = [f for f, user in zip(factors, consumers[id(tensor)], strict=True) if user in pairs]
-            ordered = [pairs[user] for user in consumers[id(tensor)] if user in pairs]
-            return Scaled(*walk.join(site, factors, ordered, summed=True))
+            users = consumers[id(tensor)]
+            indices = [i for i, user in enumerate(users) if user in pairs]
+            present = [pairs[users[i]] for i in indices]
+            return walk.join(self._branches[id(tensor)], indices, present, tensor, summed=True)
 
-        consumers = self.graph.consumers()
         for i, (tensor, dy, dtype) in enumerate(
             zip(self.graph.outputs, upstream, dtypes, strict=True)
         ):
             if dtype.is_floating and dy is not None:
-                deliver(tensor, i, Scaled(tf.constant(0.0), dy), self._outputs[i])
+                unscaled = Scaled(tf.constant(0.0), dy, tf.constant(1.0))
+                deliver(tensor, i, unscaled, self._outputs[i])
         for step, kept in zip(reversed(self.graph.steps), reversed(records), strict=True):
-            pairs = [collect(tensor, consumers) for tensor in step.outputs]
+            pairs = [collect(tensor) for tensor in step.outputs]
             if all(pair is None for pair in pairs):
                 continue
             for i, pair in enumerate(step.rule.backward(kept, pairs, walk)):
                 if pair is not None and step.inputs[i].is_float:
                     deliver(step.inputs[i], (step, i), pair, self._edges[step, i])
-        results = []
-        for tensor, factor in zip(self.graph.inputs, self._inputs, strict=True):
-            pair = collect(tensor, consumers)
-            if pair is None:
-                results.append(None)
-                continue
-            alpha, dx = pair
-            inverse = walk.factor(factor, lambda alpha=alpha: exp2(-alpha))
-            results.append(tf.cast(dx, tf.float32) * inverse)
-        return results
+        pairs = [collect(tensor) for tensor in self.graph.inputs]
+        return [
+            None if pair is None else tf.cast(pair.gradient, tf.float32) * pair.inverse
+            for pair in pairs
+        ]
+
+    def _needed(self, watched):
+        """Which gradients anything depends on: a function of a step or tensor.
+
+        Below the first trainable layer there is none, unless the inputs' own gradient is asked
+        for; measuring there would keep alive what is otherwise pruned.
+        """
+        needed = {id(t): watched and t.is_float for t in self.graph.inputs}
+        for step in self.graph.steps:
+            trains = bool(getattr(step.operation, "trainable_variables", ()))
+            needed[id(step)] = trains or any(needed[id(t)] for t in step.inputs)
+            needed.update({id(t): needed[id(step)] for t in step.outputs})
+        return lambda owner: needed[id(owner)]
 
 
 def _caller(step, training):
@@ -270,6 +233,8 @@ def _set_mask(x, mask):
 
 
 def _identity(gradient):
+    if gradient is None:
+        return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.identity(gradient.values), gradient.indices, gradient.dense_shape

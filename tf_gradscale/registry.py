@@ -1,17 +1,17 @@
 """The scale registry: every scale of a model, in one vector."""
 
 import contextlib
+import math
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gradscale import estimate
+# keras.src: not exported; tests/test_platform.py notices if it goes.
+from keras.src.backend import AutocastScope
 
 # Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
 _LAST_EARLY_UPDATE = 64
-# A site that has nothing to measure is measured again in the next pass, at most so often in a row.
-_PATIENCE = 64.0
 
 
 class Site:
@@ -31,17 +31,17 @@ class Site:
     @property
     def scale(self):
         """β, the local scale: dimensionless, a power of two, multiplies the gradient."""
-        return float(2.0 ** self._registry.read("local")[self.index])
+        return float(2.0 ** self._registry.local()[self.index])
 
     @property
     def cumulative_scale(self):
         """α, the product of all local scales from the loss to this edge (a power of two)."""
-        return float(2.0 ** self._registry.read("cumulative")[self.index])
+        return float(2.0 ** self._registry.cumulative()[self.index])
 
     @property
     def backoff(self):
-        """How far the scale has retreated from overflow: 0 is not at all, each 1 halves the binades."""
-        return float(self._registry.read("backoff")[self.index])
+        """How far the scale has retreated from overflow: 0 is not at all; 1 halves its binades."""
+        return float(self._registry.history()[0, self.index])
 
     def __repr__(self):
         return (
@@ -50,16 +50,41 @@ class Site:
         )
 
 
+class Group:
+    """Sites whose scales are chosen together, and their part of the registry's vector.
+
+    The part holds, for each site, log2 β, log2 α and whether its gradient was non-zero; then
+    whether the gradient that arrived was finite; then the powers of two derived from these.
+    """
+
+    def __init__(self, index, start, sites, factors):
+        self.index = index
+        self.start = start
+        self.sites = sites
+        self.size = 3 * len(sites) + 1 + factors
+        # A factor is a power of two; where nothing has been chosen yet, 2^0.
+        self.initial = [0.0, 0.0, 1.0] * len(sites) + [1.0] + [1.0] * factors
+
+    def position(self, site, field):
+        """Where a field of one of its sites stands in the registry's vector."""
+        return self.start + 3 * self.sites.index(site) + ("local", "cumulative", "known").index(field)
+
+    @property
+    def finite(self):
+        """Where the group's finiteness stands in the registry's vector."""
+        return self.start + 3 * len(self.sites)
+
+
 class ScaleRegistry:
     """The scales of one model, and the state that choosing them needs.
 
     Iterating gives the sites in the order in which backpropagation meets them. All scales live in
-    one float32 `tf.Variable` (as log2), which an updating pass writes once, at its end.
+    one float32 variable (as log2), which an updating pass writes once, at its end.
 
     State, in `variables` (it is optimizer state, as Keras' own loss scale is):
 
-    - `scales`: for each site log2 β, log2 α, its back-off and how often in a row it was all zero;
-      then the powers of two that a pass multiplies by, derived from these.
+    - `scales`: for each group of sites what `Group` says.
+    - `history`: for each site its back-off, and how often in a row it was all zero.
     - `passes`: how many backward passes there were.
     - `pending`: 1 if the next pass must choose scales anew, else 0.
     - `frozen`: 1 if scales are fixed, else 0.
@@ -67,40 +92,49 @@ class ScaleRegistry:
     Example:
 
     >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
-    >>> [site.name for site in model.scales]
-    ['dense/output', 'dense/kernel', 'dense/input']
+    >>> [(site.kind, site.scale) for site in model.scales]
+    [('variable', 1.0), ('gemm', 1.0)]
     """
-
-    _ROWS = ("local", "cumulative", "backoff", "zeros")
 
     def __init__(self, config):
         self.config = config
+        self.groups = []
         self._sites = []
-        self._factors = 0
+        self._group_of = {}
         self._variables = None
 
-    def add_site(self, name, kind):
-        """Adds a site; names are made unique by a number. Returns the `Site`."""
-        taken = {site.name for site in self._sites}
-        unique, count = name, 1
-        while unique in taken:
-            unique, count = f"{name}_{count}", count + 1
-        self._sites.append(Site(self, len(self._sites), unique, kind))
-        return self._sites[-1]
+    def add_group(self, names_and_kinds, factors):
+        """Adds sites that are chosen together.
 
-    def add_factor(self):
-        """Reserves a place for a derived power of two. Returns its index."""
-        self._factors += 1
-        return self._factors - 1
+        Args:
+            names_and_kinds: A list of (name, kind); names are made unique by a number.
+            factors: How many derived powers of two go with them.
+
+        Returns:
+            The `Group`.
+        """
+        sites = []
+        for name, kind in names_and_kinds:
+            taken = {site.name for site in self._sites}
+            unique, count = name, 1
+            while unique in taken:
+                unique, count = f"{name}_{count}", count + 1
+            self._sites.append(Site(self, len(self._sites), unique, kind))
+            sites.append(self._sites[-1])
+        start = sum(group.size for group in self.groups)
+        self.groups.append(Group(len(self.groups), start, sites, factors))
+        self._group_of.update(dict.fromkeys(sites, self.groups[-1]))
+        return self.groups[-1]
 
     def build(self):
         """Creates the variables, once all sites are known."""
 
-        def create(name, shape, dtype, initializer):
+        def create(name, value, dtype):
+            value = np.asarray(value, dtype)
             # Replicas choose their scales themselves; what is saved is the first one's.
             return keras.Variable(
-                initializer,
-                shape=shape,
+                lambda *args, **kwargs: value,
+                shape=value.shape,
                 dtype=dtype,
                 trainable=False,
                 autocast=False,
@@ -109,14 +143,14 @@ class ScaleRegistry:
                 name=name,
             )
 
-        size = len(self._sites) * len(self._ROWS)
-        initial = np.concatenate([np.zeros(size), np.ones(self._factors)]).astype("float32")
+        initial = [value for group in self.groups for value in group.initial]
         with tf.init_scope():
             self._variables = {
-                "scales": create("scales", initial.shape, "float32", lambda *a, **k: initial),
-                "passes": create("passes", (), "int64", "zeros"),
-                "pending": create("pending", (), "int32", "zeros"),
-                "frozen": create("frozen", (), "int32", "zeros"),
+                "scales": create("scales", initial, "float32"),
+                "history": create("history", np.zeros((2, len(self))), "float32"),
+                "passes": create("passes", 0, "int64"),
+                "pending": create("pending", 0, "int32"),
+                "frozen": create("frozen", 0, "int32"),
             }
 
     @property
@@ -138,32 +172,48 @@ class ScaleRegistry:
             f"No site has this name. Iterate over the registry to see all. Received: name={name!r}"
         )
 
-    def read(self, row):
-        """One row of the state as a NumPy array, an entry per site."""
-        values = keras.ops.convert_to_numpy(self._variables["scales"])
-        n = len(self._sites)
-        start = self._ROWS.index(row) * n
-        return values[start : start + n]
+    def group_of(self, site):
+        """The `Group` that a site belongs to."""
+        return self._group_of[site]
 
-    def begin(self):
-        """What a pass starts from: its `State`, as a function, and whether it updates (bool)."""
-        with keras_autocast_off():
-            scales, passes, pending, frozen = (
-                tf.convert_to_tensor(v.value) for v in self._variables.values()
-            )
-        every = self.config.update_every
-        early = (passes <= min(_LAST_EARLY_UPDATE, every)) & (tf.bitwise.bitwise_and(passes, passes - 1) == 0)
-        scheduled = (early | (passes % every == 0)) & (frozen == 0)
-        return lambda: State(self, scales, frozen > 0), scheduled | (pending > 0)
+    def positions(self, field):
+        """Where a field of each site stands in the vector, in the order of the sites."""
+        return [self._group_of[site].position(site, field) for site in self._sites]
 
-    def end(self, scales, pending):
-        """Writes what a pass has chosen. Returns the operations to depend on (none in eager)."""
-        with keras_autocast_off():
-            writes = [
-                self._variables["scales"].value.assign(scales),
-                self._variables["passes"].value.assign_add(1),
-                self._variables["pending"].value.assign(pending),
-            ]
+    def local(self):
+        """log2 β of every site, a NumPy array."""
+        return self._numpy("scales")[self.positions("local")]
+
+    def cumulative(self):
+        """log2 α of every site, a NumPy array."""
+        return self._numpy("scales")[self.positions("cumulative")]
+
+    def history(self):
+        """Back-off and number of zero measurements in a row, an array of shape (2, sites)."""
+        return self._numpy("history")
+
+    def _numpy(self, name):
+        return keras.ops.convert_to_numpy(self._variables[name])
+
+    def read(self):
+        """The state inside a graph: dictionary of tensors, with `updating` (bool) besides."""
+        with autocast_off():
+            state = {
+                name: tf.convert_to_tensor(variable.value)
+                for name, variable in self._variables.items()
+            }
+        every, passes = self.config.update_every, state["passes"]
+        early = passes <= min(_LAST_EARLY_UPDATE, every)
+        early &= tf.equal(tf.bitwise.bitwise_and(passes, passes - 1), 0)
+        due = (early | tf.equal(passes % every, 0)) & tf.equal(state["frozen"], 0)
+        return {**state, "updating": due | (state["pending"] > 0)}
+
+    def write(self, scales, history, pending):
+        """Ends a pass. Returns the operations to depend on (none in eager mode)."""
+        values = {"scales": scales, "history": history, "pending": pending}
+        with autocast_off():
+            writes = [self._variables[name].value.assign(v) for name, v in values.items()]
+            writes.append(self._variables["passes"].value.assign_add(1))
         return [] if tf.executing_eagerly() else writes
 
     def request_update(self):
@@ -182,7 +232,7 @@ class ScaleRegistry:
         Raises:
             ValueError: If a scale is not a positive power of two, or a name is not a site's.
         """
-        local = self.read("local").copy()
+        values = self._numpy("scales").copy()
         if scales is not None and not callable(scales):
             unknown = sorted(set(scales) - {site.name for site in self._sites})
             if unknown:
@@ -190,17 +240,17 @@ class ScaleRegistry:
                     "`freeze` takes local scales by site name; these are no sites of the model: "
                     f"{unknown}. Its sites: {[site.name for site in self._sites]}"
                 )
-        for site in self._sites if scales is not None else ():
-            value = scales(site) if callable(scales) else scales.get(site.name, site.scale)
-            mantissa, exponent = np.frexp(float(value))
+        for site, position in zip(self._sites, self.positions("local"), strict=True):
+            if scales is None or (not callable(scales) and site.name not in scales):
+                continue
+            value = scales(site) if callable(scales) else scales[site.name]
+            mantissa, exponent = math.frexp(float(value))
             if mantissa != 0.5 or not -120 <= exponent <= 120:
                 raise ValueError(
                     "A scale must be a positive power of two between 2^-120 and 2^120. "
                     f"Received: {value!r} for site {site.name!r}"
                 )
-            local[site.index] = exponent - 1
-        values = keras.ops.convert_to_numpy(self._variables["scales"]).copy()
-        values[: len(local)] = local
+            values[position] = exponent - 1
         self._variables["scales"].assign(values)
         self._variables["frozen"].assign(1)
         self.request_update()
@@ -213,62 +263,21 @@ class ScaleRegistry:
     def __str__(self):
         width = max([len(site.name) for site in self._sites] + [4])
         lines = [f"{'site':<{width}}  {'kind':<8}  {'scale':>6}  {'cumulative':>10}"]
+        local, cumulative = self.local(), self.cumulative()
         for site in self._sites:
             lines.append(
-                f"{site.name:<{width}}  {site.kind:<8}  {_power(site.scale):>6}  "
-                f"{_power(site.cumulative_scale):>10}"
+                f"{site.name:<{width}}  {site.kind:<8}  {_power(2.0 ** local[site.index]):>6}  "
+                f"{_power(2.0 ** cumulative[site.index]):>10}"
             )
         return "\n".join(lines)
 
 
-class State:
-    """The registry's vector inside one pass: what was stored, and what the pass writes anew."""
-
-    def __init__(self, registry, scales, frozen):
-        n = len(registry)
-        self.registry = registry
-        self.frozen = frozen
-        self.vector = scales
-        self._stored = tf.unstack(scales)
-        self._rows = {row: i * n for i, row in enumerate(registry._ROWS)}
-        self._first_factor = n * len(registry._ROWS)
-        self._written = {}
-
-    def stored(self, row, site):
-        """What the last updating pass wrote for `site`."""
-        return self._stored[self._rows[row] + site.index]
-
-    def write(self, row, site, value):
-        """What this pass chose for `site`."""
-        self._written[self._rows[row] + site.index] = value
-
-    def stored_factor(self, index):
-        """A power of two that the last updating pass derived."""
-        return self._stored[self._first_factor + index]
-
-    def write_factor(self, index, value):
-        """A power of two that this pass derived."""
-        self._written[self._first_factor + index] = value
-
-    def result(self):
-        """The vector to store: what was written over what was stored."""
-        return tf.stack([self._written.get(i, v) for i, v in enumerate(self._stored)])
-
-
-def patient(zeros):
-    """Whether a site that was all zero for so many passes in a row is measured in the next one."""
-    return zeros < _PATIENCE
-
-
 @contextlib.contextmanager
-def keras_autocast_off():
-    """Reads of Keras variables give the stored float32 value, not a cast one."""
-    # keras.src: AutocastScope is not exported; tests/test_platform.py notices if it goes.
-    from keras.src.backend import AutocastScope
-
+def autocast_off():
+    """Within this scope, Keras variables give their stored float32 value, not a cast one."""
     with AutocastScope(None):
         yield
 
 
 def _power(value):
-    return f"2^{int(estimate.math.log2(value))}"
+    return f"2^{round(math.log2(value))}"

@@ -1,200 +1,177 @@
-"""One backward pass: chooses scales where it updates, reads them where it does not."""
+"""One backward pass: what the rules see of it, and what it leaves in the registry."""
 
+import numpy as np
 import tensorflow as tf
 
-from tf_gradscale import estimate, registry
-from tf_gradscale.rules.base import Scaled, multiply
+from tf_gradscale.rules.base import Scaled, cast, multiply, variable_value
+
+# A site that was all zero is measured again in the next pass, at most so often in a row.
+_PATIENCE = 64.0
 
 
 class Walk:
-    """What the rules see of a backward pass.
+    """A backward pass through a region.
 
-    There are two kinds. An *updating* pass measures gradients, chooses each site's α from those
-    that already carry the scales of the sites before it, and derives from the αs the powers of
-    two to multiply by. A *steady* pass reads α and these factors from the registry.
+    An *updating* pass measures gradients and chooses each site's scale from gradients that
+    already carry the scales of the sites before it. Every other pass takes the scales, and the
+    powers of two derived from them, from the registry. Which of the two it is, is a condition in
+    the graph, one for each group of sites: statistics are not computed where they are not used.
 
     Args:
-        state: The `registry.State` of the pass.
-        placement: The `estimate.Placement`.
-        config: The `GradScaleConfig`.
-        updating: Python bool.
-        needed: Function of a site: whether anything depends on the gradient there.
+        registry: The `ScaleRegistry`.
+        chooser: The `choose.Chooser`.
+        needed: Function of a step or tensor: whether anything depends on gradients there.
     """
 
-    def __init__(self, state, placement, config, updating, needed):
-        self.state = state
-        self.placement = placement
-        self.config = config
-        self.updating = updating
+    def __init__(self, registry, chooser, needed):
+        self.registry = registry
+        self.chooser = chooser
+        self.config = registry.config
+        self.state = registry.read()
         self._needed = needed
-        self._pending = []
+        sizes = [group.size for group in registry.groups]
+        self._parts = list(tf.split(self.state["scales"], sizes)) if sizes else []
+        self._frozen = self.state["frozen"] > 0
+        self._measured = np.zeros(len(registry), bool)
+        # (site, group): the group that measures the gradient made behind the site.
+        self._followers = []
         self._gradients = {}
 
-    def choose(self, site, log2_alpha, measure, dtype):
-        """The cumulative scale behind a site: α·β.
+    def measures(self, owner, dtype):
+        """Whether gradients of a dtype at a step or tensor are to be measured."""
+        return tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
+
+    def decide(self, group, measure, upstream=()):
+        """The group's part of the registry's vector, as scalars.
 
         Args:
-            site: The `Site`.
-            log2_alpha: log2 of α before it.
-            measure: Function without arguments that returns the site's `Estimate` of β.
-            dtype: The dtype in which the gradient is kept behind the site.
+            group: The `Group`.
+            measure: Function of (stored part, back-off, frozen) that chooses its scales.
+            upstream: The `Scaled`s that `measure` looks at.
 
         Returns:
-            log2(α·β), a scalar.
+            The fields of the part: a list of scalars, as `Group` says.
         """
-        if not self.updating:
-            return self.state.stored("cumulative", site)
-        local = self.state.stored("local", site)
-        if self._measures(site, dtype):
-            estimated = measure()
-            # Back-off: the height above the smallest sufficient scale is halved k times.
-            retreat = 1.0 - tf.pow(0.5, self.state.stored("backoff", site))
-            target = tf.round(estimated.log2_scale - estimated.height * retreat)
-            target = tf.where(estimated.known, target, 0.0)
-            local = self._settle(site, local, target, estimated.known, estimated.finite)
-        else:
-            local = tf.where(self.state.frozen, local, 0.0)
-        return self._record(site, log2_alpha, local)
+        stored = self._parts[group.index]
+        first, count = group.sites[0].index, len(group.sites)
+        history, frozen = self.state["history"], self._frozen
 
-    def join(self, site, factors, pairs, summed):
+        def update():
+            return measure(stored, history[0, first : first + count], frozen)
+
+        part = tf.cond(self.state["updating"], update, lambda: tf.identity(stored))
+        part = tf.ensure_shape(tf.stop_gradient(part), [group.size])
+        self._parts[group.index] = part
+        for pair in upstream:
+            self._followers += [(site, group) for site in pair.origin]
+        return tf.unstack(part)
+
+    def note_measured(self, group):
+        """Has the group's sites take part in back-off and repeated measuring."""
+        for site in group.sites:
+            self._measured[site.index] = True
+
+    def cast(self, group, pair, dtype, owner, model):
+        """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1)."""
+        alpha, dy = pair.log2_alpha, pair.gradient
+        if self.measures(owner, dtype):
+            self.note_measured(group)
+
+            def measure(*state):
+                return self.chooser.cast(dy, alpha, *state, model)
+        else:
+
+            def measure(stored, backoff, frozen):
+                return self.chooser.unmeasured(alpha, stored, frozen, 1)
+
+        _, alpha_x, _, _, beta, inverse = self.decide(group, measure, [pair])
+        return Scaled(alpha_x, tf.cast(dy * beta, dtype), inverse, tuple(group.sites))
+
+    def join(self, group, indices, pairs, owner, summed):
         """Brings several gradients to one scale (lines 15 to 18 of Algorithm 1).
 
         Args:
-            site: The branch's or split's `Site`.
-            factors: A factor's index for each of `pairs`.
+            group: The branch's or split's `Group`, with a factor for each possible gradient.
+            indices: Which of these each of `pairs` is.
             pairs: List of `Scaled`.
+            owner: The tensor or step it belongs to.
             summed: Whether to add the gradients, in float32.
 
         Returns:
-            log2 of the common α, and the sum or the list of gradients.
+            A `Scaled` whose gradient is the sum, or the list of the gradients.
         """
         dtype = pairs[0].gradient.dtype
+        gradients = [pair.gradient for pair in pairs]
         alphas = [pair.log2_alpha for pair in pairs]
-        if not self.updating:
-            alpha = self.state.stored("cumulative", site)
-        else:
-            top = tf.reduce_max(tf.stack(alphas))
-            local = self.state.stored("local", site)
-            if self._measures(site, dtype):
-                chosen, known, finite = self.placement.branch(pairs, summed)
-                local = self._settle(site, local, chosen - top, known, finite)
-            else:
-                local = tf.where(self.state.frozen, local, 0.0)
-            alpha = self._record(site, top, local)
-        # The quotient of two scales may leave float32's range where one gradient is negligible.
-        by = [
-            self.factor(f, lambda a=a: estimate.exp2(tf.clip_by_value(alpha - a, -126.0, 126.0)))
-            for f, a in zip(factors, alphas, strict=True)
-        ]
-        scaled = [
-            tf.cast(pair.gradient, tf.float32) * factor
-            for pair, factor in zip(pairs, by, strict=True)
-        ]
+        measures = self.measures(owner, dtype)
+        if measures:
+            self.note_measured(group)
+
+        def measure(*state):
+            return self.chooser.join(gradients, alphas, *state, tuple(indices), summed, measures)
+
+        part = self.decide(group, measure, pairs)
+        factors = [part[4 + i] for i in indices]
+        scaled = [tf.cast(g, tf.float32) * f for g, f in zip(gradients, factors, strict=True)]
         if summed:
             total = scaled[0]
             for other in scaled[1:]:
                 total += other
-            return alpha, tf.cast(total, dtype)
-        return alpha, [
-            tf.cast(g, pair.gradient.dtype) for g, pair in zip(scaled, pairs, strict=True)
-        ]
+            result = tf.cast(total, dtype)
+        else:
+            result = [tf.cast(s, g.dtype) for s, g in zip(scaled, gradients, strict=True)]
+        return Scaled(part[1], result, part[-1], tuple(s for p in pairs for s in p.origin))
 
-    def cast(self, site, factor, pair, dtype):
-        """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1)."""
-        alpha, dy = pair
-        alpha_x = self.choose(site, alpha, lambda: self.placement.cast(dy), dtype)
-        beta = self.factor(factor, lambda: estimate.exp2(alpha_x - alpha))
-        dx = tf.cast(dy * beta, dtype)
-        self.check(
-            site,
-            lambda: tf.math.is_finite(estimate.max_abs(dx)),
-            lambda: tf.math.is_finite(estimate.max_abs(dy)),
-        )
-        return Scaled(alpha_x, dx)
-
-    def factor(self, index, derive):
-        """A power of two: derived from this pass's scales, or as the last update derived it."""
-        if not self.updating:
-            return self.state.stored_factor(index)
-        value = derive()
-        self.state.write_factor(index, value)
-        return value
-
-    def multiply(self, gradient, factor):
-        """A gradient times a power of two."""
-        return multiply(gradient, factor)
-
-    def add(self, variable, log2_alpha, gradient, factor):
-        """Takes a variable's scaled gradient, divides it in float32, and adds it to the others.
+    def add(self, variable, gradient, inverse):
+        """Takes a variable's scaled gradient and 1/α; divides in float32, adds to the others.
 
         Line 6 of Algorithm 1, less the update: ∇W / α.
         """
-        inverse = self.factor(factor, lambda: estimate.exp2(-log2_alpha))
-        gradient = _cast(gradient, tf.float32)
+        gradient = cast(gradient, tf.float32)
         if self.config.unscale == "layer":
             gradient = multiply(gradient, inverse)
-        self._gradients.setdefault(id(variable), (variable, []))[1].append(gradient)
-
-    def check(self, site, made_finite, given_finite, input_only=False):
-        """Notes whether the op behind a site overflowed, for back-off in the next pass.
-
-        `input_only`: the op's result is of no use but for the gradient of the step's input.
-        """
-        if not (self.updating and self.placement.balanced and self._needed(site, input_only)):
-            return
-        overflow = ~made_finite() & given_finite()
-        before = self.state.stored("backoff", site)
-        after = tf.where(overflow, before + 1.0, tf.maximum(before - 0.125, 0.0))
-        self.state.write("backoff", site, after)
-        self._pending.append(overflow)
+        self._gradients.setdefault(id(variable), (variable, []))[1].append((gradient, inverse))
 
     def gradients(self):
         """The variables' gradients: a dictionary from `tf.Variable.ref()`."""
-        from tf_gradscale.rules.base import variable_value
-
         return {
-            variable_value(variable).ref(): _sum(parts)
+            variable_value(variable).ref(): _sum([gradient for gradient, _ in parts])
             for variable, parts in self._gradients.values()
         }
 
-    def result(self):
-        """The registry's new vector, and whether the next pass must update (int32)."""
-        if not self._pending:
-            return self.state.result(), tf.constant(0, tf.int32)
-        return self.state.result(), tf.cast(tf.reduce_any(tf.stack(self._pending)), tf.int32)
-
-    def _measures(self, site, dtype):
-        beyond_paper = site.kind in ("measured", "variable")
-        return (
-            dtype == self.config.gradient_dtype
-            and self._needed(site)
-            and (self.placement.balanced or not beyond_paper)
+    def finish(self):
+        """Writes the registry. Returns the operations to depend on."""
+        vector = tf.concat(self._parts, 0) if self._parts else self.state["scales"]
+        history, pending = tf.cond(
+            self.state["updating"],
+            lambda: self._look_back(vector),
+            lambda: (tf.identity(self.state["history"]), tf.constant(0, tf.int32)),
         )
+        return self.registry.write(vector, history, pending)
 
-    def _settle(self, site, stored, target, known, finite):
-        """β from an estimate, unless it is frozen or the gradient was not finite (keep the last)."""
-        zeros = tf.where(known, 0.0, self.state.stored("zeros", site) + 1.0)
-        self.state.write("zeros", site, zeros)
-        measured = ~self.state.frozen
-        again = ~finite | (~known & registry.patient(zeros))
-        self._pending.append(measured & again)
-        return tf.where(measured & finite, target, stored)
+    def _look_back(self, vector):
+        """Back-off, and whether the next pass must measure again.
 
-    def _record(self, site, log2_alpha, local):
-        limit = estimate.CUMULATIVE_LIMIT
-        most = min(limit, self.placement.log2_cumulative_bound)
-        alpha = tf.clip_by_value(log2_alpha + local, -limit, most)
-        self.state.write("local", site, alpha - log2_alpha)
-        self.state.write("cumulative", site, alpha)
-        return alpha
-
-
-def _cast(gradient, dtype):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape
-        )
-    return tf.cast(gradient, dtype)
+        A site backs off where ∇Y was finite and the gradient made of it is not.
+        """
+        backoff, zeros = tf.unstack(self.state["history"])
+        groups = self.registry.groups
+        known = tf.gather(vector, self.registry.positions("known")) > 0
+        finite = tf.gather(vector, [group.finite for group in groups])
+        owners = [self.registry.group_of(site).index for site in self.registry]
+        given_finite = tf.gather(finite, owners) > 0
+        follows = np.zeros((len(owners), len(groups)), "float32")
+        for site, group in self._followers:
+            follows[site.index, group.index] = 1.0
+        made_finite = tf.linalg.matvec(follows, 1.0 - finite) == 0
+        measured = tf.constant(self._measured) & ~self._frozen
+        zeros = tf.where(measured & ~known, zeros + 1.0, 0.0)
+        overflowed = measured & given_finite & ~made_finite
+        if self.chooser.placement.balanced:
+            recovered = tf.maximum(backoff - 0.125, 0.0)
+            backoff = tf.where(overflowed, backoff + 1.0, recovered)
+        again = measured & (overflowed | ~given_finite | (~known & (zeros < _PATIENCE)))
+        return tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)
 
 
 def _sum(parts):

@@ -1,22 +1,25 @@
 """What a rule is: how one kind of operation runs forward, and how it carries ⟨α, ∇Y⟩ backward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tf_gradscale import estimate
-from tf_gradscale.registry import keras_autocast_off
+from tf_gradscale.registry import autocast_off
 
 
 class Scaled(NamedTuple):
     """The paper's 2-tuple ⟨α, ∇X⟩ (Section 4.1): the gradient is α times the true one.
 
-    `log2_alpha`: scalar float32, integral. `gradient`: a tensor or `tf.IndexedSlices`.
+    `log2_alpha`: scalar float32, integral. `gradient`: a tensor or `tf.IndexedSlices`. `inverse`:
+    1/α. `origin`: the sites behind which the gradient was last scaled, which back off if it
+    turns out not to be finite.
     """
 
     log2_alpha: tf.Tensor
-    gradient: tf.Tensor
+    gradient: Any
+    inverse: tf.Tensor
+    origin: tuple = ()
 
 
 class Rule:
@@ -32,6 +35,8 @@ class Rule:
 
     # Whether `forward` replaces the layer's `__call__`, which would have passed masks along.
     direct = False
+    # How the gradient of a cast of its inputs is distributed; `None` for the configured model.
+    cast_model = None
 
     def __init__(self, step, registry):
         self.step = step
@@ -79,19 +84,23 @@ class Rule:
         raise NotImplementedError
 
 
-def multiply(x, factor):
-    """x times a power of two, in x's own dtype (exact short of overflow and the subnormals)."""
-    if isinstance(x, tf.IndexedSlices):
-        return tf.IndexedSlices(multiply(x.values, factor), x.indices, x.dense_shape)
-    return x * tf.cast(factor, x.dtype)
+def multiply(gradient, factor):
+    """A gradient times a power of two, in its own dtype (exact short of λ_max and subnormals)."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = multiply(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def cast(gradient, dtype):
+    """A gradient in another dtype; a sparse one stays sparse."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
 
 
 def variable_value(variable):
     """The `tf.Variable` behind a Keras variable, uncast."""
-    with keras_autocast_off():
+    with autocast_off():
         return variable.value
-
-
-def is_finite(tensors):
-    """Whether all entries of all tensors are finite, as a scalar."""
-    return tf.math.is_finite(tf.reduce_max(tf.stack([estimate.max_abs(t) for t in tensors])))

@@ -3,8 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tf_gradscale.estimate import exp2
-from tf_gradscale.rules.base import Rule, Scaled, is_finite, variable_value
+from tf_gradscale.rules.base import Rule, Scaled, multiply, variable_value
 
 
 class Carry(Rule):
@@ -19,9 +18,8 @@ class Carry(Rule):
         super().__init__(step, registry)
         self.split = None
         if len(step.outputs) > 1:
-            site = registry.add_site(f"{step.name}/split", "split")
-            self.split = (site, [registry.add_factor() for _ in step.outputs])
-        self.unscale = registry.add_factor() if _owns_variables(step.operation) else None
+            names = [(f"{step.name}/split", "split")]
+            self.split = registry.add_group(names, len(step.outputs) + 1)
 
     def forward(self, inputs, call):
         floats = [x for x in inputs if x.dtype.is_floating]
@@ -33,33 +31,31 @@ class Carry(Rule):
 
     def backward(self, record, upstream, walk):
         inputs, tape, outputs = record
-        alpha, dys = self._join(upstream, walk)
+        pair = self._join(upstream, walk)
         ys = [y for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
-        variables = self._trainable()
         xs = [x for x in inputs if x.dtype.is_floating]
-        alpha, gradients = self._scaled_vjp(
-            tape, ys, dys, alpha, xs, [variable_value(v) for v in variables], walk
-        )
-        for variable, gradient in zip(variables, gradients[len(xs) :], strict=True):
+        variables = list(getattr(self.operation, "trainable_variables", []))
+        sources = [variable_value(v) for v in variables]
+        pair, dxs, dvs = self._scaled_vjp(tape, ys, xs, sources, pair, walk)
+        for variable, gradient in zip(variables, dvs, strict=True):
             if gradient is not None:
-                walk.add(variable, alpha, gradient, self.unscale)
-        dxs = iter(gradients[: len(xs)])
-        result = [next(dxs) if x.dtype.is_floating else None for x in inputs]
-        return [None if dx is None else Scaled(alpha, dx) for dx in result]
+                walk.add(variable, gradient, pair.inverse)
+        made = iter(dxs)
+        dxs = [next(made) if x.dtype.is_floating else None for x in inputs]
+        return [None if dx is None else pair._replace(gradient=dx) for dx in dxs]
 
     def _join(self, upstream, walk):
-        present = [pair for pair in upstream if pair is not None]
+        """Algorithm 1's splitting: one pair whose gradient is the list of those of the outputs."""
+        indices = [i for i, pair in enumerate(upstream) if pair is not None]
+        present = [upstream[i] for i in indices]
         if len(present) == 1:
-            return present[0].log2_alpha, [present[0].gradient]
-        site, factors = self.split
-        factors = [f for f, pair in zip(factors, upstream, strict=True) if pair is not None]
-        return walk.join(site, factors, present, summed=False)
+            return present[0]._replace(gradient=[present[0].gradient])
+        return walk.join(self.split, indices, present, self.step, summed=False)
 
-    def _trainable(self):
-        return list(getattr(self.operation, "trainable_variables", []))
-
-    def _scaled_vjp(self, tape, ys, dys, alpha, xs, variables, walk):
-        return alpha, tape.gradient(ys, xs + variables, output_gradients=dys)
+    def _scaled_vjp(self, tape, ys, xs, variables, pair, walk):
+        """⟨α, vjp(∇Y)⟩: the pair, the gradients of `xs` and those of `variables`."""
+        gradients = tape.gradient(ys, xs + variables, output_gradients=pair.gradient)
+        return pair, gradients[: len(xs)], gradients[len(xs) :]
 
 
 class Measured(Carry):
@@ -72,33 +68,34 @@ class Measured(Carry):
 
     def __init__(self, step, registry):
         super().__init__(step, registry)
-        self.site = registry.add_site(f"{step.name}/input", "measured")
-        self.beta = registry.add_factor()
+        self.group = registry.add_group([(f"{step.name}/input", "measured")], 2)
 
-    def _scaled_vjp(self, tape, ys, dys, alpha, xs, variables, walk):
-        def measure():
-            gradients = tape.gradient(ys, xs + variables, output_gradients=dys)
-            dxs = [g for g in gradients[: len(xs)] if g is not None]
-            dvs = [g for g in gradients[len(xs) :] if g is not None]
-            return walk.placement.measured([_dense(g) for g in dxs], dys, dvs)
+    def _scaled_vjp(self, tape, ys, xs, variables, pair, walk):
+        if not xs or not walk.chooser.placement.balanced:
+            return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)
+        alpha, dys = pair.log2_alpha, pair.gradient
+        if walk.measures(self.step, dys[0].dtype):
+            walk.note_measured(self.group)
 
-        if not xs:
-            return super()._scaled_vjp(tape, ys, dys, alpha, xs, variables, walk)
-        alpha_x = walk.choose(self.site, alpha, measure, dys[0].dtype)
-        beta = walk.factor(self.beta, lambda: exp2(alpha_x - alpha))
-        scaled = [walk.multiply(dy, beta) for dy in dys]
-        gradients = tape.gradient(ys, xs + variables, output_gradients=scaled)
-        present = [g for g in gradients if g is not None]
-        walk.check(self.site, lambda: is_finite(present), lambda: is_finite(dys))
-        return alpha_x, gradients
+            def measure(*state):
+                _, *trial = super(Measured, self)._scaled_vjp(tape, ys, xs, variables, pair, walk)
+                dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
+                if not dxs:
+                    return walk.chooser.unmeasured(alpha, state[0], state[2], 1)
+                return walk.chooser.measured(dxs, dys, dvs, alpha, *state)
+        else:
+
+            def measure(stored, backoff, frozen):
+                return walk.chooser.unmeasured(alpha, stored, frozen, 1)
+
+        part = walk.decide(self.group, measure, [pair])
+        scaled = [multiply(dy, part[4]) for dy in dys]
+        pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
+        return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)
 
 
 def _dense(gradient):
-    return tf.convert_to_tensor(gradient)
-
-
-def _owns_variables(operation):
-    return isinstance(operation, keras.layers.Layer) and bool(operation.variables)
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def is_neutral(operation):

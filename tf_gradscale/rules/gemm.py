@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf_gradscale.estimate import exp2
-from tf_gradscale.rules.base import Rule, Scaled, is_finite, variable_value
+from tf_gradscale.rules.base import Rule, Scaled, multiply, variable_value
 
 
 class Product(NamedTuple):
@@ -41,21 +40,13 @@ class Gemm(Rule):
         self.products = PRODUCTS[_product_class(step.operation)](step.operation)
         self.activation = None if step.linear else step.operation.activation
         self.bias = step.operation.bias
-        self.slots = []
+        self.groups = []
         for i, product in reversed(list(enumerate(self.products))):
             label = product.kernel.name
             operand = "input" if i == 0 else f"{label}_input"
-            self.slots.insert(
-                0,
-                {
-                    "variable": registry.add_site(f"{step.name}/{label}", "variable"),
-                    "input": registry.add_site(f"{step.name}/{operand}", "gemm"),
-                    "beta_w": registry.add_factor(),
-                    "beta": registry.add_factor(),
-                    "unscale": registry.add_factor(),
-                },
-            )
-        self.bias_slot = registry.add_factor() if self.bias is not None else None
+            names = [(f"{step.name}/{label}", "variable"), (f"{step.name}/{operand}", "gemm")]
+            # β_W and 1/(αβ_W), β and 1/(αβ).
+            self.groups.insert(0, registry.add_group(names, 4))
 
     @classmethod
     def takes(cls, operation):
@@ -93,59 +84,56 @@ class Gemm(Rule):
 
     def backward(self, record, upstream, walk):
         stages, z, tape, y = record
-        alpha, dy = upstream[0]
-        dz = dy if y is z else tape.gradient(y, z, output_gradients=dy)
+        pair = upstream[0]
+        if y is not z:
+            dz = tape.gradient(y, z, output_gradients=pair.gradient)
+            pair = pair._replace(gradient=dz)
         if self.bias is not None and self.bias.trainable:
-            walk.add(self.bias, alpha, _sum_to(dz, self.bias.shape, self), self.bias_slot)
-        for product, slot, (x, kernel, tape, y) in reversed(
-            list(zip(self.products, self.slots, stages, strict=True))
+            walk.add(self.bias, self._bias_gradient(pair.gradient), pair.inverse)
+        for product, group, stage in reversed(
+            list(zip(self.products, self.groups, stages, strict=True))
         ):
-            if product.kernel.trainable:
-                alpha_w = walk.choose(
-                    slot["variable"],
-                    alpha,
-                    lambda dz=dz, x=x, product=product: walk.placement.variable(
-                        dz, x, product.y_axis, product.x_axis
-                    ),
-                    dz.dtype,
-                )
-                beta_w = walk.factor(slot["beta_w"], lambda a=alpha_w, b=alpha: exp2(a - b))
-                dz_w = walk.multiply(dz, beta_w)
-                dw = tape.gradient(y, kernel, output_gradients=dz_w)
-                walk.add(product.kernel, alpha_w, dw, slot["unscale"])
-            weight = tf.convert_to_tensor(variable_value(product.kernel))
-            alpha_x = walk.choose(
-                slot["input"],
-                alpha,
-                lambda dz=dz, w=weight, n=product.n: walk.placement.gemm(dz, w, n),
-                dz.dtype,
-            )
-            beta = walk.factor(slot["beta"], lambda a=alpha_x, b=alpha: exp2(a - b))
-            with tf.GradientTape() as again:
-                again.watch(x)
-                y = product.apply(x, tf.cast(weight * beta, x.dtype))
-            dx = again.gradient(y, x, output_gradients=dz)
-            walk.check(
-                slot["input"],
-                lambda dx=dx: is_finite([dx]),
-                lambda dz=dz: is_finite([dz]),
-                input_only=product is self.products[0],
-            )
-            alpha, dz = alpha_x, dx
-        return [Scaled(alpha, dz)]
+            pair = self._product_backward(product, group, stage, pair, walk)
+        return [pair]
 
+    def _product_backward(self, product, group, stage, pair, walk):
+        """Lines 3 to 7 of Algorithm 1, less the update."""
+        x, kernel, tape, y = stage
+        alpha, dz = pair.log2_alpha, pair.gradient
+        weight = tf.convert_to_tensor(variable_value(product.kernel))
+        if walk.measures(self.step, dz.dtype):
+            walk.note_measured(group)
 
-def _sum_to(dz, shape, rule):
-    """Σ∇Z over all axes that a bias of `shape` is broadcast over, in float32: no overflow."""
-    dz = tf.cast(dz, tf.float32)
-    rank = dz.shape.rank
-    if len(shape) == 1:
-        keep = [_channel_axis(rule.operation, rank)]
-    else:
-        offset = rank - len(shape)
-        keep = [offset + i for i, size in enumerate(shape) if size != 1]
-    total = tf.reduce_sum(dz, [i for i in range(rank) if i not in keep])
-    return tf.reshape(total, shape)
+            def measure(*state):
+                axes = product.y_axis, product.x_axis
+                log2_n = tf.constant(math.log2(product.n), tf.float32)
+                return walk.chooser.gemm(dz, x, weight, alpha, log2_n, *state, *axes)
+        else:
+
+            def measure(stored, backoff, frozen):
+                return walk.chooser.unmeasured(alpha, stored, frozen, 2)
+
+        part = walk.decide(group, measure, [pair])
+        beta_w, inverse_w, beta, inverse = part[7:]
+        if product.kernel.trainable:
+            dw = tape.gradient(y, kernel, output_gradients=multiply(dz, beta_w))
+            walk.add(product.kernel, dw, inverse_w)
+        with tf.GradientTape() as again:
+            again.watch(x)
+            y = product.apply(x, tf.cast(weight * beta, x.dtype))
+        dx = again.gradient(y, x, output_gradients=dz)
+        return Scaled(part[4], dx, inverse, (group.sites[1],))
+
+    def _bias_gradient(self, dz):
+        """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
+        shape = self.bias.shape
+        rank = dz.shape.rank
+        if len(shape) == 1:
+            keep = [_channel_axis(self.operation, rank)]
+        else:
+            keep = [rank - len(shape) + i for i, size in enumerate(shape) if size != 1]
+        axes = [i for i in range(rank) if i not in keep]
+        return tf.reshape(tf.reduce_sum(tf.cast(dz, tf.float32), axes), shape)
 
 
 def _channel_axis(layer, rank):

@@ -19,6 +19,7 @@ class Normalization(Carry):
     """
 
     direct = True
+    cast_model = "normal"
 
     @classmethod
     def takes(cls, operation):
