@@ -31,7 +31,7 @@ class Chooser:
 
     def __init__(self, config):
         self.placement = Placement(config)
-        traced = functools.partial(tf.function, autograph=False)
+        traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         self.gemm = traced(self._gemm)
         self.cast = traced(self._cast)
         self.measured = traced(self._measured)
