@@ -1,6 +1,6 @@
 """Gradient scaling: mixed-precision training of Keras models without a loss scale to tune."""
 
-from tf_gradscale import formats, rules, theory
+from tf_gradscale import formats, layers, rules, theory
 from tf_gradscale.config import GradScaleConfig
 from tf_gradscale.model import Model, Sequential, convert, strip
 from tf_gradscale.optimizer import GradScaleOptimizer
@@ -15,6 +15,7 @@ __all__ = [
     "Sequential",
     "convert",
     "formats",
+    "layers",
     "policy_scope",
     "rules",
     "set_global_policy",

@@ -121,7 +121,7 @@ def _emit(function, inputs, prefix, training, autocast_dtype, steps):
                     arguments,
                     f"{name}/",
                     node.arguments.kwargs.get("training", training),
-                    _scope_dtype(node.operation),
+                    scope_dtype(node.operation),
                     steps,
                 )
             else:
@@ -143,7 +143,8 @@ def _emit(function, inputs, prefix, training, autocast_dtype, steps):
     return [tensors[id(kt)] for kt in function.outputs]
 
 
-def _scope_dtype(layer):
+def scope_dtype(layer):
+    """The dtype to which a layer casts variables that are read in its `call`, or `None`."""
     return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
 
 

@@ -8,7 +8,7 @@ import keras
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
-from tf_gradscale.graph import _scope_dtype, function_of, trace
+from tf_gradscale.graph import scope_dtype, function_of, trace
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
@@ -29,6 +29,11 @@ def _plain_forward():
         yield
     finally:
         _mode.plain = before
+
+
+def is_plain_forward():
+    """Whether nothing is differentiated now: a model predicts, evaluates or is exported."""
+    return _mode.plain
 
 
 class _GradientScaling:
@@ -59,7 +64,7 @@ class _GradientScaling:
             )
         if self._gradscale["function"] is not function:
             check_layers(self)
-            graph = trace(function, _scope_dtype(self))
+            graph = trace(function, scope_dtype(self))
             self._gradscale.update(function=function, region=Region(graph, self.config))
         return self._gradscale["region"]
 

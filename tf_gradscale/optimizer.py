@@ -93,9 +93,6 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return loss
 
     def _stateful_handle_finite_grads(self, grads, trainable_variables):
-        variables = trainable_variables or self._trainable_variables
-        if self._scales is not None and self._scales.config.unscale == "optimizer":
-            grads = self._scales.unscale(grads, variables)
         self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
         self.applied_steps.assign_add(1)
 
@@ -126,7 +123,19 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "`apply` must be called in a replica context, within `strategy.run`. "
                 "Received: a call from the cross-replica context."
             )
-        finite = self.check_finite(grads)
+        valid = True
+        if self._scales is not None and self._scales.config.unscale == "optimizer":
+            self._check_replicas()
+            variables = trainable_variables or self._trainable_variables
+            grads, valid = self._scales.unscale(grads, variables)
+            if tf.executing_eagerly() and not valid:
+                raise ValueError(
+                    'With unscale="optimizer" gradients must be applied before the next pass '
+                    'chooses new scales. To accumulate gradients over passes, use unscale="layer" '
+                    "or `gradient_accumulation_steps` of the inner optimizer. Received: gradients "
+                    "of several passes, with different scales"
+                )
+        finite = tf.logical_and(self.check_finite(grads), valid)
         replica = tf.distribute.get_replica_context()
         if replica.num_replicas_in_sync > 1:
             # All replicas must agree before one acts: gradients are summed only afterwards, so
@@ -138,6 +147,16 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._apply_if(finite, grads, trainable_variables)
         else:
             replica.merge_call(self._apply_merged, args=(finite, grads, trainable_variables))
+
+    def _check_replicas(self):
+        """Refuses to divide gradients that replicas may have summed at different scales."""
+        if self._distribution_strategy.num_replicas_in_sync == 1 or self._scales.frozen:
+            return
+        raise ValueError(
+            'With unscale="optimizer" all replicas must use the same scales, but each chooses its '
+            'own. Use unscale="layer", or fix them with `scales.freeze()` before training. '
+            f"Received: {self._distribution_strategy.num_replicas_in_sync} replicas"
+        )
 
     def _apply_if(self, finite, grads, trainable_variables):
         keras.ops.cond(

@@ -14,6 +14,7 @@ from tf_gradscale.choose import Chooser
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import rule_for
 from tf_gradscale.rules.base import Scaled
+from tf_gradscale.tensors import identity
 from tf_gradscale.walk import Walk
 
 
@@ -50,7 +51,10 @@ class Region:
                 self._edges[step, i] = self._edge(label, tensor, dtype, step.rule.cast_model)
         for i, tensor in enumerate(graph.inputs):
             self._reserve_branch(tensor, consumers, f"input_{i}")
-        self.scales.build()
+        weights = _weights(graph)
+        if config.unscale == "optimizer":
+            _check_single_path(graph, weights)
+        self.scales.build(weights)
 
     def _edge(self, name, tensor, dtype="float32", model=None):
         """Group and model of a cast, where a gradient is cast to the narrower dtype of `tensor`."""
@@ -132,7 +136,7 @@ class Region:
         found = walk.gradients()
         dvs = [found.get(v.ref()) for v in variables or []]
         with tf.control_dependencies(walk.finish()):
-            dxs, dvs = ([_identity(g) for g in gs] for gs in (dxs, dvs))
+            dxs, dvs = ([identity(g) for g in gs] for gs in (dxs, dvs))
         return dxs if variables is None else (dxs, dvs)
 
     def _algorithm_1(self, walk, records, dtypes, upstream):
@@ -188,6 +192,37 @@ class Region:
         return lambda owner: needed[id(owner)]
 
 
+def _weights(graph):
+    """The variables of a graph's layers, each once."""
+    return list(
+        {
+            id(variable): variable
+            for step in graph.steps
+            for variable in getattr(step.operation, "variables", ())
+        }.values()
+    )
+
+
+def _check_single_path(graph, weights):
+    """Refuses what `unscale="optimizer"` cannot divide: gradients that are sums of several."""
+    for weight in weights:
+        uses = [
+            step.name
+            for step in graph.steps
+            if any(weight is v for v in getattr(step.operation, "variables", ()))
+        ]
+        why = None
+        if getattr(weight, "regularizer", None) is not None:
+            why = "it has a regularizer, whose gradient is not scaled"
+        elif len(uses) > 1 and weight.trainable:
+            why = f"it is used {len(uses)} times ({', '.join(uses)}), each with its own scale"
+        if why:
+            raise ValueError(
+                'With unscale="optimizer" a variable\'s gradient must come from one place. Use '
+                f"unscale=\"layer\", or remove the second. Received: variable '{weight.path}': {why}"
+            )
+
+
 def _caller(step, training):
     """Calls a step's operation on tensors, as the enclosing model would."""
 
@@ -230,16 +265,6 @@ def _carry_mask(layer, x, y):
 def _set_mask(x, mask):
     if mask is not None:
         x._keras_mask = mask
-
-
-def _identity(gradient):
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.identity(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    return tf.identity(gradient)
 
 
 def _is_watched(x):

@@ -10,6 +10,8 @@ import tensorflow as tf
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
+from tf_gradscale.tensors import cast, multiply
+
 # Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
 _LAST_EARLY_UPDATE = 64
 
@@ -88,6 +90,9 @@ class ScaleRegistry:
     - `passes`: how many backward passes there were.
     - `pending`: 1 if the next pass must choose scales anew, else 0.
     - `frozen`: 1 if scales are fixed, else 0.
+    - `inverses` and `unapplied`, with `unscale="optimizer"` only: for each variable 1/α of the
+      gradient that the last pass gave it; and 0 if that was applied, 1 if not, 2 if a pass has
+      chosen new scales since.
 
     Example:
 
@@ -126,8 +131,13 @@ class ScaleRegistry:
         self._group_of.update(dict.fromkeys(sites, self.groups[-1]))
         return self.groups[-1]
 
-    def build(self):
-        """Creates the variables, once all sites are known."""
+    def build(self, weights):
+        """Creates the variables, once all sites are known.
+
+        Args:
+            weights: The Keras variables whose gradients the model's backward pass makes.
+        """
+        self._weights = {id(weight): i for i, weight in enumerate(weights)}
 
         def create(name, value, dtype):
             value = np.asarray(value, dtype)
@@ -152,6 +162,9 @@ class ScaleRegistry:
                 "pending": create("pending", 0, "int32"),
                 "frozen": create("frozen", 0, "int32"),
             }
+            if self.config.unscale == "optimizer":
+                self._variables["inverses"] = create("inverses", [1.0] * len(weights), "float32")
+                self._variables["unapplied"] = create("unapplied", 0, "int32")
 
     @property
     def variables(self):
@@ -208,13 +221,55 @@ class ScaleRegistry:
         due = (early | tf.equal(passes % every, 0)) & tf.equal(state["frozen"], 0)
         return {**state, "updating": due | (state["pending"] > 0)}
 
-    def write(self, scales, history, pending):
-        """Ends a pass. Returns the operations to depend on (none in eager mode)."""
+    def write(self, scales, history, pending, updating, inverses):
+        """Ends a pass.
+
+        Args:
+            scales, history, pending: What the pass leaves of each.
+            updating: Whether the pass chose new scales.
+            inverses: By a variable's id, 1/α of the gradient that the pass gives it.
+
+        Returns:
+            The operations to depend on (none in eager mode).
+        """
         values = {"scales": scales, "history": history, "pending": pending}
         with autocast_off():
+            if self.config.unscale == "optimizer":
+                found = [inverses.get(weight, tf.constant(1.0)) for weight in self._weights]
+                values["inverses"] = tf.stack(found)
+                before = tf.convert_to_tensor(self._variables["unapplied"].value)
+                values["unapplied"] = tf.where(updating & (before > 0), 2, tf.maximum(before, 1))
             writes = [self._variables[name].value.assign(v) for name, v in values.items()]
             writes.append(self._variables["passes"].value.assign_add(1))
         return [] if tf.executing_eagerly() else writes
+
+    def unscale(self, gradients, weights):
+        """Divides gradients by the scales with which the last pass gave them, in float32.
+
+        Args:
+            gradients: A list of gradients, `None` for none.
+            weights: Their Keras variables.
+
+        Returns:
+            The gradients, and whether all of them were made under the same scales (bool).
+        """
+        with autocast_off():
+            inverses = tf.unstack(tf.convert_to_tensor(self._variables["inverses"].value))
+            valid = tf.convert_to_tensor(self._variables["unapplied"].value) < 2
+            self._variables["unapplied"].value.assign(0)
+        unscaled = []
+        for gradient, weight in zip(gradients, weights, strict=True):
+            index = self._weights.get(id(weight))
+            if gradient is not None and index is not None:
+                gradient = multiply(cast(gradient, tf.float32), inverses[index])
+            unscaled.append(gradient)
+        return unscaled, valid
+
+    @property
+    def frozen(self):
+        """Whether scales are fixed."""
+        with tf.init_scope():
+            return bool(self._numpy("frozen"))
 
     def request_update(self):
         """Has the next pass choose scales anew."""

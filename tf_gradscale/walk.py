@@ -3,7 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from tf_gradscale.rules.base import Scaled, cast, multiply, variable_value
+from tf_gradscale import tensors
+from tf_gradscale.rules.base import Scaled, variable_value
 
 # A site that was all zero is measured again in the next pass, at most so often in a row.
 _PATIENCE = 64.0
@@ -36,6 +37,7 @@ class Walk:
         # (site, group): the group that measures the gradient made behind the site.
         self._followers = []
         self._gradients = {}
+        self._inverses = {}
 
     def measures(self, owner, dtype):
         """Whether gradients of a dtype at a step or tensor are to be measured."""
@@ -125,17 +127,19 @@ class Walk:
     def add(self, variable, gradient, inverse):
         """Takes a variable's scaled gradient and 1/α; divides in float32, adds to the others.
 
-        Line 6 of Algorithm 1, less the update: ∇W / α.
+        Line 6 of Algorithm 1, less the update: ∇W / α. With `unscale="optimizer"` the division is
+        left to it.
         """
-        gradient = cast(gradient, tf.float32)
+        gradient = tensors.cast(gradient, tf.float32)
         if self.config.unscale == "layer":
-            gradient = multiply(gradient, inverse)
-        self._gradients.setdefault(id(variable), (variable, []))[1].append((gradient, inverse))
+            gradient = tensors.multiply(gradient, inverse)
+        self._gradients.setdefault(id(variable), (variable, []))[1].append(gradient)
+        self._inverses[id(variable)] = inverse
 
     def gradients(self):
         """The variables' gradients: a dictionary from `tf.Variable.ref()`."""
         return {
-            variable_value(variable).ref(): _sum([gradient for gradient, _ in parts])
+            variable_value(variable).ref(): tensors.add(parts)
             for variable, parts in self._gradients.values()
         }
 
@@ -147,7 +151,9 @@ class Walk:
             lambda: self._look_back(vector),
             lambda: (tf.identity(self.state["history"]), tf.constant(0, tf.int32)),
         )
-        return self.registry.write(vector, history, pending)
+        return self.registry.write(
+            vector, history, pending, self.state["updating"], self._inverses
+        )
 
     def _look_back(self, vector):
         """Back-off, and whether the next pass must measure again.
@@ -172,19 +178,3 @@ class Walk:
             backoff = tf.where(overflowed, backoff + 1.0, recovered)
         again = measured & (overflowed | ~given_finite | (~known & (zeros < _PATIENCE)))
         return tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)
-
-
-def _sum(parts):
-    """The sum of a variable's gradients in float32; sparse ones are joined and stay sparse."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(part, tf.IndexedSlices) for part in parts):
-        return tf.IndexedSlices(
-            tf.concat([part.values for part in parts], 0),
-            tf.concat([part.indices for part in parts], 0),
-            parts[0].dense_shape,
-        )
-    total = tf.convert_to_tensor(parts[0])
-    for part in parts[1:]:
-        total += tf.convert_to_tensor(part)
-    return total

@@ -84,22 +84,6 @@ class Rule:
         raise NotImplementedError
 
 
-def multiply(gradient, factor):
-    """A gradient times a power of two, in its own dtype (exact short of λ_max and subnormals)."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = multiply(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
-def cast(gradient, dtype):
-    """A gradient in another dtype; a sparse one stays sparse."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
-
-
 def variable_value(variable):
     """The `tf.Variable` behind a Keras variable, uncast."""
     with autocast_off():

@@ -3,7 +3,8 @@
 import keras
 import tensorflow as tf
 
-from tf_gradscale.rules.base import Rule, Scaled, multiply, variable_value
+from tf_gradscale.rules.base import Rule, Scaled, variable_value
+from tf_gradscale.tensors import multiply
 
 
 class Carry(Rule):
