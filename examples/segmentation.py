@@ -9,8 +9,8 @@ the gradient enters the float16 part of the network, at the cast before the pixe
 
     float32           nothing is lost; the reference
     float16           mixed_float16 layers, gradients as they come
-    loss scaling      mixed_float16 with Keras' LossScaleOptimizer: one scale for all gradients
-    gradient scaling  mixed_float16 with tf_gradscale: a scale for each gradient
+    loss-scaling      mixed_float16 with Keras' LossScaleOptimizer: one scale for all gradients
+    gradient-scaling  mixed_float16 with tf_gradscale: a scale for each gradient
 
 All four start from the same weights and see the same batches. The scenes drawn for this example
 are small, so that it runs in minutes on two processor cores; camera images have 64 times the
@@ -44,8 +44,8 @@ import tf_gradscale as gs
 METHODS = {  # name: policy of the layers
     "float32": "float32",
     "float16": "mixed_float16",
-    "loss scaling": "mixed_float16",
-    "gradient scaling": "mixed_float16",
+    "loss-scaling": "mixed_float16",
+    "gradient-scaling": "mixed_float16",
 }
 SMALL_MAPS = 1 / 64  # pixels of a drawn scene (96 x 128) over those of a camera image (768 x 1024)
 
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 def prepare(method, args, data, loss, learning_rate):
     """Builds and compiles the model of a method; this is where the four differ."""
     classes = len(data.classes)
-    ours = method == "gradient scaling"
+    ours = method == "gradient-scaling"
     keras.utils.set_random_seed(args.seed)
     set_policy = gs.set_global_policy if ours else keras.mixed_precision.set_global_policy
     set_policy(METHODS[method])
@@ -110,12 +110,12 @@ def share_lost(gradient, scale):
     """Returns the share of non-zero entries that, times `scale`, are 0 or infinite in float16."""
     with np.errstate(over="ignore"):
         cast = (gradient[gradient != 0] * scale).astype(np.float16)
-    return 1 - np.count_nonzero(np.isfinite(cast) & (cast != 0)) / max(cast.size, 1)
+    return np.count_nonzero((cast == 0) | np.isinf(cast)) / max(cast.size, 1)
 
 
 def scale_at_cast(model, method):
     """Returns the scale with which the gradient passes the cast before the softmax."""
-    if method == "gradient scaling":
+    if method == "gradient-scaling":
         # Sites are in the order of backpropagation: the last cast before the logits' layer.
         names = [site.name for site in model.scales]
         sites = list(model.scales)[: names.index("logits/kernel")]

@@ -7,6 +7,7 @@ Every loader returns a `Dataset`: images and labels as uint8 arrays of one size.
 import io
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import scenes
@@ -97,16 +98,19 @@ def _load_folder(folder, size):
     if (folder / "CamVid").is_dir():
         folder = folder / "CamVid"
     splits = []
-    for split in ("train", "val"):
-        pairs = []
-        for image_path, label_path in _pairs(folder, split):
-            label = np.asarray(Image.open(label_path))
-            if label.ndim != 2:
-                raise _error(label_path, "its labels are colours, not one class number per pixel")
-            pairs.append((Image.open(image_path), label.astype(np.uint8)))
-        images, labels = _stack(pairs, size)
+    for split in SPLITS[:2]:
+        images, labels = _stack(map(_read, _pairs(folder, split)), size)
         splits += [images, np.minimum(labels, len(CAMVID_CLASSES))]
     return Dataset(folder.name, *splits, CAMVID_CLASSES)
+
+
+def _read(paths):
+    """Reads an image and its label map."""
+    image_path, label_path = paths
+    label = np.asarray(Image.open(label_path))
+    if label.ndim != 2:
+        raise _error(label_path, "its labels are colours, not one class number per pixel")
+    return Image.open(image_path), label.astype(np.uint8)
 
 
 def _pairs(folder, split):
@@ -132,12 +136,12 @@ def _pairs(folder, split):
 def _load_npz(path, size):
     """Loads an archive of plain arrays, or of JPEG files with label maps."""
     try:
-        # Without pickles an archive cannot run code.
-        archive = np.load(path, allow_pickle=False)
-        names = set(archive.files)
-    except (AttributeError, OSError, ValueError) as error:
+        # Without pickles a file cannot run code.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            archive = dict(arrays)
+    except (AttributeError, EOFError, OSError, TypeError, ValueError, BadZipFile) as error:
         raise _error(path, "it is not an .npz archive") from error
-    splits = []
+    names, splits = archive.keys(), []
     if {"jpeg_bytes", "jpeg_offsets", "split", "labels"} <= names:
         data, offsets, all_labels = (archive[k] for k in ("jpeg_bytes", "jpeg_offsets", "labels"))
         for split in range(2):
@@ -169,10 +173,10 @@ def _load_npz(path, size):
 
 def _class_names(archive, labels):
     """Returns the archive's class names, without a last one that stands for unlabelled."""
-    if "class_names" in archive.files:
+    if "class_names" in archive:
         classes = tuple(str(name) for name in archive["class_names"])
         unlabelled = classes[-1].lower() in ("unlabelled", "unlabeled", "void")
         return classes[:-1] if unlabelled else classes
-    if "jpeg_bytes" in archive.files:
+    if "jpeg_bytes" in archive:
         return CAMVID_CLASSES
     return tuple(f"class {i}" for i in range(int(labels[labels != VOID].max(initial=0)) + 1))

@@ -7,13 +7,15 @@ matplotlib.use("Agg")  # writes files; needs no display
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
-# Okabe and Ito's colours, which stay apart under colour blindness; each method has a dash as well.
+# Okabe and Ito's colours, which stay apart under colour blindness. Lines that lie on each other can
+# be told by width, dash and mark.
 STYLES = {
-    "float32": dict(color="#000000", linestyle="-"),
-    "float16": dict(color="#D55E00", linestyle=":"),
-    "loss scaling": dict(color="#0072B2", linestyle="--"),
-    "gradient scaling": dict(color="#009E73", linestyle="-."),
+    "float32": dict(color="#000000", linewidth=5, alpha=0.3),
+    "float16": dict(color="#D55E00", linewidth=2, linestyle="--"),
+    "loss-scaling": dict(color="#0072B2", linewidth=2.5, linestyle=":"),
+    "gradient-scaling": dict(color="#009E73", linewidth=1, marker="o", markersize=5),
 }
 # CamVid's colours where a class has one, else the next of a list.
 CLASS_COLOURS = {
@@ -60,11 +62,12 @@ def _draw_curves(axes, runs):
     for run in runs:
         style = STYLES[run.method]
         epochs = np.arange(1, len(run.history["val_miou"]) + 1)
-        loss.plot(epochs, run.history["cross_entropy"], linewidth=2, **style)
-        miou.plot(epochs, run.history["val_miou"], linewidth=2, label=run.method, **style)
+        loss.plot(epochs, run.history["cross_entropy"], **style)
+        miou.plot(epochs, run.history["val_miou"], label=run.method, **style)
     loss.set(title="Training loss (cross-entropy per pixel)", xlabel="epoch", yscale="log")
+    loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     loss.yaxis.set_major_formatter("{x:g}")
-    loss.yaxis.set_minor_formatter("{x:g}")
+    loss.yaxis.set_minor_formatter(NullFormatter())
     miou.set(title="Validation mIoU", xlabel="epoch", ylim=(0, None))
     miou.legend(loc="lower right")
     for axis in axes:
