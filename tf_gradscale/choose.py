@@ -1,7 +1,7 @@
 """Choosing the scales of a group of sites: from gradients to the group's part of the registry.
 
-Each function is a `tf.function`, so that layers with equal shapes share one trace. Their results
-are constants to whoever differentiates twice: scales are undone exactly, whatever they are.
+The functions are traced once for each combination of ranks, and shared by all layers. Their
+results are constants to whoever differentiates twice: scales are undone, whatever they are.
 """
 
 import functools
@@ -10,33 +10,33 @@ import tensorflow as tf
 
 from tf_gradscale.estimate import (
     CUMULATIVE_LIMIT,
-    Estimate,
     Placement,
-    channel_squares,
     exp2,
+    log2_all,
     max_abs,
+    size,
+    sum_squares,
 )
 
-_ONE = Estimate(0.0, True)
+# Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
+_KERNEL_SHIFT = 30
 
 
 class Chooser:
     """Chooses scales under one `GradScaleConfig`.
 
-    All methods take `stored`, the group's part of the registry's vector, `backoff`, a vector with
-    an entry for each of its sites, and `frozen`, whether to keep the local scales that are stored.
-    They return the group's new part: for each site log2 β, log2 α and whether there was anything
-    to measure; whether ∇Y was finite; then the factors, for each site 2^β and 1/α.
+    All methods take `stored`, the group's part of the registry's vector, `retreat`, a vector with
+    an entry for each of its sites (`Placement.place`), and `frozen`, whether to keep the local
+    scales that are stored. They return the group's new part, laid out as `registry.Group` says.
     """
 
     def __init__(self, config):
         self.placement = Placement(config)
-        traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        self.gemm = traced(self._gemm)
-        self.cast = traced(self._cast)
-        self.measured = traced(self._measured)
-        self.join = traced(self._join)
-        self.unmeasured = traced(self._unmeasured)
+        self.gemm = _SharedTrace(self._gemm)
+        self.cast = _SharedTrace(self._cast)
+        self.measured = _SharedTrace(self._measured)
+        self.join = _SharedTrace(self._join)
+        self.unmeasured = _SharedTrace(self._unmeasured)
 
     @staticmethod
     @functools.lru_cache(maxsize=None)
@@ -44,68 +44,118 @@ class Chooser:
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
 
-    def _gemm(self, dy, x, kernel, alpha, log2_n, stored, backoff, frozen, dy_axis, x_axis):
-        """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: kernel, input."""
-        squares = channel_squares(dy, dy_axis)
-        mean = tf.math.divide_no_nan(tf.reduce_sum(squares), tf.cast(tf.size(dy), tf.float32))
-        beta_w = _ONE
+    def _gemm(self, dy, x, kernel, log2_n, alpha, stored, retreat, frozen, dy_axis, x_axis):
+        """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: kernel, input.
+
+        `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
+        """
+        squares = sum_squares(dy, dy_axis)
+        total = tf.reduce_sum(squares)
+        total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
+        norm_dy, norm_x, total_dy, size_dy, log2_total_w, size_w, max_w, max_dy = log2_all(
+            tf.reduce_max(squares),
+            tf.reduce_max(sum_squares(x, x_axis)),
+            total,
+            size(dy),
+            total_w,
+            size(kernel),
+            max_abs(kernel),
+            total if self.placement.balanced else max_abs(dy),
+        )
+        sigma_dy = 0.5 * (total_dy - size_dy)
+        sigma_w = 0.5 * (log2_total_w - size_w) - _KERNEL_SHIFT
+        beta = self.placement.gemm(log2_n, sigma_dy, sigma_w, max_dy, max_w, retreat[1])
+        beta_w = tf.constant(0.0)
         if self.placement.balanced:
-            beta_w = self.placement.variable(tf.reduce_max(squares), x, x_axis)
-        beta = self.placement.gemm(dy, mean, kernel, log2_n, backoff[1])
-        finite = tf.math.is_finite(mean)
-        return self._assemble([beta_w, beta], [alpha, alpha], finite, stored, frozen)
+            beta_w = self.placement.variable(0.5 * norm_dy, 0.5 * norm_x)
+        known = [total, total * total_w]
+        return self._assemble([beta_w, beta], known, total, alpha, stored, frozen)
 
-    def _cast(self, dy, alpha, stored, backoff, frozen, model):
+    def _cast(self, dy, alpha, stored, retreat, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
-        beta = self.placement.cast(dy, model, backoff[0])
-        finite = tf.math.is_finite(max_abs(dy))
-        return self._assemble([beta], [alpha], finite, stored, frozen)
+        largest = max_abs(dy)
+        beta = self.placement.cast(dy, largest, model, retreat[0])
+        return self._assemble([beta], [largest], largest, alpha, stored, frozen)
 
-    def _measured(self, dxs, dys, dvs, alpha, stored, backoff, frozen):
+    def _measured(self, dxs, dys, dvs, alpha, stored, retreat, frozen):
         """β of an op that was tried out."""
-        beta = self.placement.measured(dxs, dys, dvs, backoff[0])
-        finite = tf.math.is_finite(tf.reduce_max(tf.stack([max_abs(g) for g in dys])))
-        return self._assemble([beta], [alpha], finite, stored, frozen)
+        square = tf.reduce_max(tf.stack([sum_squares(g) / size(g) for g in dxs]))
+        largest = tf.reduce_max(tf.stack([max_abs(g) for g in [*dxs, *dvs]]))
+        max_dy = tf.reduce_max(tf.stack([max_abs(g) for g in dys]))
+        logs = log2_all(square, largest, max_dy)
+        beta = self.placement.measured(0.5 * logs[0], *logs[1:], retreat[0])
+        return self._assemble([beta], [square], max_dy, alpha, stored, frozen)
 
-    def _join(self, gradients, alphas, stored, backoff, frozen, indices, summed, measures):
+    def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed, measures):
         """The common α of several gradients: lines 15 to 18 of Algorithm 1.
 
-        The factors are α/α_i for each gradient that could meet there, of which those present are
-        named by `indices`, and 1/α.
+        The factors are α/α_i for each of the `places` at which gradients could meet, of which
+        those present are named by `indices`, and 1/α.
         """
-        del backoff  # what is added was measured in this very pass
+        del retreat  # what is added was measured in this very pass
         alphas = tf.stack(alphas)
-        top, beta, finite = tf.reduce_max(alphas), _ONE, True
+        top = tf.reduce_max(alphas)
         if measures:
-            beta = self.placement.branch(alphas, gradients, summed)
-            finite = tf.math.is_finite(tf.reduce_max(tf.stack([max_abs(g) for g in gradients])))
-            part = self._assemble([beta], [top], finite, stored, frozen)
+            maxima = tf.stack([max_abs(g) for g in gradients])
+            largest = tf.reduce_max(maxima)
+            beta = self.placement.branch(alphas, maxima, summed)
+            part = self._assemble([beta], [largest], largest, top, stored, frozen)
         else:
             part = self._unmeasured(top, stored, frozen, 1)
         # A quotient leaves float32's range only where one gradient is negligible.
         quotients = tf.unstack(exp2(tf.clip_by_value(part[1] - alphas, -126.0, 126.0)))
         present = dict(zip(indices, quotients, strict=True))
-        factors = [present.get(i, 1.0) for i in range(stored.shape[0] - 5)]
+        factors = [present.get(i, 1.0) for i in range(places)]
         return tf.concat([part[:4], tf.stack(factors), part[5:]], 0)
 
     def _unmeasured(self, alpha, stored, frozen, sites):
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
-        kept = tf.where(frozen, stored, 0.0)
-        return self._assemble([_ONE] * sites, [alpha] * sites, True, kept, True)
+        kept = tf.where(frozen, stored[:sites], 0.0)
+        return self._finish(kept, tf.ones([sites]), tf.ones([1]), alpha)
 
-    def _assemble(self, estimates, alphas, finite, stored, frozen):
-        limit = self.placement.log2_cumulative_bound
-        n = len(estimates)
-        wanted = tf.stack([e.log2_scale for e in estimates])
-        known = tf.stack([e.known for e in estimates])
-        alphas = tf.stack(alphas)
-        last = stored[0 : 3 * n : 3]
-        # All zero: β = 1. Not finite: the last scale.
-        local = tf.where(known, wanted, 0.0)
-        local = tf.where(tf.logical_and(finite, tf.logical_not(frozen)), local, last)
-        cumulative = tf.clip_by_value(alphas + local, -CUMULATIVE_LIMIT, limit)
-        local = cumulative - alphas
-        rows = tf.stack([local, cumulative, tf.cast(known, tf.float32)], 1)
-        factors = tf.stack([exp2(local), exp2(-cumulative)], 1)
+    def _assemble(self, wanted, magnitudes, given, alpha, stored, frozen):
+        """The part from what was estimated.
+
+        Args:
+            wanted: List of log2 β.
+            magnitudes: List of what is 0 where there was nothing to measure: then β = 1.
+            given: A magnitude of ∇Y: where it is not finite, β stays as it was.
+        """
+        known = tf.stack(magnitudes) != 0
+        finite = tf.math.is_finite(given)
+        local = tf.where(known, tf.stack(wanted), 0.0)
+        local = tf.where(finite & ~frozen, local, stored[: len(wanted)])
         flag = tf.reshape(tf.cast(finite, tf.float32), [1])
-        return tf.concat([tf.reshape(rows, [-1]), flag, tf.reshape(factors, [-1])], 0)
+        return self._finish(local, tf.cast(known, tf.float32), flag, alpha)
+
+    def _finish(self, local, known, finite, alpha):
+        limit = self.placement.log2_cumulative_bound
+        cumulative = tf.clip_by_value(alpha + local, -CUMULATIVE_LIMIT, limit)
+        local = cumulative - alpha
+        factors = exp2(tf.concat([local, -cumulative], 0))
+        return tf.concat([local, cumulative, known, finite, factors], 0)
+
+
+class _SharedTrace:
+    """A `tf.function` for each combination of ranks, dtypes and Python arguments.
+
+    Not inlined, so that it is optimized once, not once a layer.
+    """
+
+    def __init__(self, function):
+        self._function = function
+        self._traces = {}
+
+    def __call__(self, *args, **static):
+        tensors = tf.nest.flatten(args, expand_composites=True)
+        specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in tensors]
+        lengths = tuple(len(a) if isinstance(a, list) else None for a in args)
+        key = (lengths, tuple(specs), tuple(sorted(static.items())))
+        if key not in self._traces:
+            self._traces[key] = tf.function(
+                lambda *flat: self._function(*tf.nest.pack_sequence_as(args, flat), **static),
+                input_signature=specs,
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            )
+        return self._traces[key](*tensors)

@@ -6,7 +6,6 @@ where `exp2` and `floor(log2(x))` are not.
 """
 
 import math
-from typing import NamedTuple
 
 import tensorflow as tf
 from scipy import special
@@ -18,20 +17,7 @@ CUMULATIVE_LIMIT = 100.0
 # How many σ of a normal distribution must stay below λ_max: instead of the worst case of a sum
 # of N products, N·max·max, which is never near.
 ROOM = 64.0
-# Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
-_KERNEL_SHIFT = 30
 _TINY = 2.0**-126
-
-
-class Estimate(NamedTuple):
-    """What a site's statistics say. Each field is a scalar tensor.
-
-    `log2_scale`: integral float32, log2 of the wanted local scale β. `known`: bool, whether there
-    was anything to measure (some entry is not zero).
-    """
-
-    log2_scale: tf.Tensor
-    known: tf.Tensor
 
 
 def exp2(log2_scale):
@@ -56,11 +42,23 @@ def max_abs(x):
     return tf.maximum(tf.reduce_max(tf.abs(tf.cast(x, tf.float32))), 0.0)
 
 
-def mean_square(x):
-    """The mean of x², zeros included, in float32; 0 for an empty tensor."""
-    return tf.math.divide_no_nan(
-        tf.reduce_sum(tf.square(tf.cast(x, tf.float32))), tf.cast(tf.size(x), tf.float32)
+def log2_all(*values):
+    """`log2` of several scalars, as a list."""
+    return tf.unstack(log2(tf.stack(values)))
+
+
+def sum_squares(x, axis=None):
+    """Sums of x² over all axes but `axis` (`None`: over all), in float32."""
+    squares = tf.square(tf.cast(x, tf.float32))
+    rank = x.shape.rank
+    return tf.reduce_sum(
+        squares, None if axis is None else [i for i in range(rank) if i != axis % rank]
     )
+
+
+def size(x):
+    """The number of entries as float32, at least 1."""
+    return tf.maximum(tf.cast(tf.size(x), tf.float32), 1.0)
 
 
 class Placement:
@@ -75,7 +73,7 @@ class Placement:
         self.balanced = config.placement == "balanced"
         self.margin_bits = float(config.margin_bits)
         self.cast_model = config.cast_model
-        self.log2_scale_bound = math.inf
+        self.log2_scale_bound = None
         if config.scale_bound is not None:
             self.log2_scale_bound = float(math.floor(math.log2(config.scale_bound)))
         self.log2_cumulative_bound = CUMULATIVE_LIMIT
@@ -85,18 +83,28 @@ class Placement:
         # erf⁻¹ in Python's float64: tf.math.erfinv in float32 returns 0 at 1e-8.
         self.log2_quantile = math.log2(math.sqrt(2.0) * float(special.erfinv(self.rate)))
 
-    def place(self, lower, upper, backoff):
+    def place(self, lower, upper, retreat):
         """log2 β between the smallest sufficient scale and the largest possible (both log2).
 
         Threshold: β = 2^min(⌈log2 lower⌉, ⌊log2 upper⌋), the paper's choice (Section 4.2).
-        Balanced: log2 β = min(½ (log2 lower + log2 upper), log2 upper − m), rounded down. After k
-        overflows the height above `lower` is halved k times (at least 8 binades are taken as it).
+        Balanced: log2 β = min(½ (log2 lower + log2 upper), log2 upper − m), rounded down; after
+        overflows a share of its height above `lower` is given up (8 binades at the least).
+
+        Args:
+            lower: log2 of the smallest scale whose underflow rate is at most γ'.
+            upper: log2 of the scale that takes the largest value to λ_max.
+            retreat: That share, 1 − 2^-k after k overflows.
+
+        Returns:
+            Integral log2 β.
         """
         if self.balanced:
             target = tf.minimum(0.5 * (lower + upper), upper - self.margin_bits)
-            target = tf.floor(target - tf.maximum(target - lower, 8.0) * retreat(backoff))
+            target = tf.floor(target - tf.maximum(target - lower, 8.0) * retreat)
         else:
             target = tf.minimum(tf.math.ceil(lower), tf.floor(upper))
+        if self.log2_scale_bound is None:
+            return target
         return tf.minimum(target, self.log2_scale_bound)
 
     def normal_bounds(self, log2_sigma):
@@ -107,72 +115,56 @@ class Placement:
         lower = (self.log2_smallest - self.log2_quantile) - log2_sigma
         return lower, (self.log2_largest - math.log2(ROOM)) - log2_sigma
 
-    def gemm(self, dy, square_dy, kernel, log2_n, backoff):
+    def gemm(self, log2_n, sigma_dy, sigma_w, max_dy, max_w, retreat):
         """β of ∇X = f_G(β∇Y, W) by Theorem 1: lines 4 and 5 of Algorithm 1.
 
-        Args:
-            dy: ∇Y at the product's own output.
-            square_dy: The mean of its squares.
-            kernel: W in float32.
-            log2_n: log2 of N, the number of products summed into one entry of ∇X.
-            backoff: k, the site's back-off.
+        All arguments but the last are log2 of: N, the number of products summed into one entry
+        of ∇X; the root mean squares of ∇Y and W; max|∇Y| (not used by the balanced placement,
+        which takes the room of the distribution for it) and max|W|.
 
         Returns:
-            An `Estimate`.
+            log2 β.
         """
-        max_w = max_abs(kernel)
-        shifted = mean_square(kernel * 2.0**_KERNEL_SHIFT)
-        sigma_w = 0.5 * log2(shifted) - _KERNEL_SHIFT
-        lower, upper = self.normal_bounds(0.5 * (log2_n + log2(square_dy)) + sigma_w)
+        lower, upper = self.normal_bounds(0.5 * log2_n + sigma_dy + sigma_w)
         if not self.balanced:
-            upper = self.log2_largest - log2_n - log2(max_abs(dy)) - log2(max_w)
+            upper = self.log2_largest - log2_n - max_dy - max_w
         # β multiplies the kernel: β·W must neither overflow nor sink into the subnormals.
-        most = tf.floor(self.log2_largest - 1.0 - log2(max_w))
+        most = tf.floor(self.log2_largest - 1.0 - max_w)
         least = tf.math.ceil(self.log2_normal + self.margin_bits - sigma_w)
-        target = tf.minimum(tf.maximum(self.place(lower, upper, backoff), least), most)
-        return Estimate(target, (square_dy > 0) & (shifted > 0))
+        return tf.minimum(tf.maximum(self.place(lower, upper, retreat), least), most)
 
-    def variable(self, norm_dy, x, x_axis):
+    def variable(self, norm_dy, norm_x):
         """β_W of ∇W = f_G(X, β_W∇Y): the largest power of two that cannot overflow, less a margin.
 
         By Cauchy-Schwarz no entry of ∇W exceeds ‖x_i‖·‖∇y_j‖, the norms of an input and of an
-        output channel. Not in the paper.
-
-        Args:
-            norm_dy: The largest squared norm of an output channel of ∇Y.
-            x: X, float.
-            x_axis: The input channel's axis of X, or `None` to use the norm of the whole.
+        output channel. Not in the paper. Arguments: log2 of the largest of each.
 
         Returns:
-            An `Estimate`.
+            log2 β_W.
         """
         # At least 1 for ‖x_i‖: then β_W·max|∇Y| stays below λ_max as well.
-        norm_x = tf.maximum(tf.reduce_max(channel_squares(x, x_axis)), 1.0)
-        bound = 0.5 * (log2(norm_dy) + log2(norm_x))
-        target = tf.floor(self.log2_largest - self.margin_bits - bound)
-        return Estimate(target, norm_dy > 0)
+        bound = norm_dy + tf.maximum(norm_x, 0.0)
+        return tf.floor(self.log2_largest - self.margin_bits - bound)
 
-    def cast(self, dy, model, backoff):
+    def cast(self, dy, largest, model, retreat):
         """β of ∇X = f_T(β∇Y) by Theorem 2: lines 9 to 11 of Algorithm 1.
 
         Args:
             dy: ∇Y in float32.
+            largest: max|∇Y|.
             model: `"lognormal"`, `"normal"` or `"histogram"`.
-            backoff: k, the site's back-off.
+            retreat: As in `place`.
 
         Returns:
-            An `Estimate`.
+            log2 β.
         """
-        magnitude = tf.abs(dy)
-        largest = max_abs(dy)
-        upper = self.log2_largest - log2(largest)
         if model == "normal":
             lower, _ = self.normal_bounds(_log2_rms(dy, largest))
         elif model == "histogram":
-            lower = self.log2_smallest - self._log2_quantile_of(magnitude)
+            lower = self.log2_smallest - self._log2_quantile_of(tf.abs(dy))
         else:
-            lower = self._lognormal_lower(magnitude)
-        return Estimate(self.place(lower, upper, backoff), largest > 0)
+            lower = self._lognormal_lower(tf.abs(dy))
+        return self.place(lower, self.log2_largest - log2(largest), retreat)
 
     def _lognormal_lower(self, magnitude):
         """log2 of exp(ln λ_min − µ − s √2 erf⁻¹(2γ' − 1)) with µ, s measured on ln|∇y| (Eq. 4)."""
@@ -193,31 +185,25 @@ class Placement:
         reached = tf.cast(below <= self.rate * below[-1], tf.float32)
         return tf.reduce_sum(reached) + 1.0 - 127.0
 
-    def measured(self, dxs, dys, dvs, backoff):
+    def measured(self, sigma_dx, largest, max_dy, retreat):
         """β of an op that shrinks or grows gradients, from a trial of its own ∇X at β = 1.
 
-        Args:
-            dxs: The trial's input gradients, a list.
-            dys: The op's output gradients, a list.
-            dvs: The trial's variable gradients, a list.
-            backoff: k, the site's back-off.
+        Arguments: log2 of the root mean square of the trial's ∇X, of the largest magnitude in all
+        that it made, and of max|∇Y|; `retreat` as in `place`.
 
         Returns:
-            An `Estimate`.
+            log2 β.
         """
-        square = tf.reduce_max(tf.stack([mean_square(g) for g in dxs]))
-        largest = tf.reduce_max(tf.stack([max_abs(g) for g in [*dxs, *dvs]]))
-        top = tf.floor(self.log2_largest - self.margin_bits - log2(largest))
-        target = tf.minimum(self.place(*self.normal_bounds(0.5 * log2(square)), backoff), top)
+        target = self.place(*self.normal_bounds(sigma_dx), retreat)
+        target = tf.minimum(target, tf.floor(self.log2_largest - self.margin_bits - largest))
+        # A trial that overflowed says only that less is wanted; back-off then finds how much less.
+        target = tf.where(tf.math.is_finite(largest), target, -8.0 - 16.0 * retreat)
         # β multiplies ∇Y, which must neither overflow nor sink into the subnormals.
-        max_dy = log2(tf.reduce_max(tf.stack([max_abs(g) for g in dys])))
         most = tf.floor(self.log2_largest - 1.0 - max_dy)
         least = tf.math.ceil(self.log2_normal + 10.0 - max_dy)
-        # A trial that overflowed says only that less is wanted; back-off then finds how much less.
-        target = tf.where(tf.math.is_finite(largest), target, -8.0 * (1.0 + backoff))
-        return Estimate(tf.minimum(tf.maximum(target, least), most), square > 0)
+        return tf.minimum(tf.maximum(target, least), most)
 
-    def branch(self, alphas, gradients, summed):
+    def branch(self, alphas, maxima, summed):
         """The scale at which several gradients meet: line 17 of Algorithm 1.
 
         Threshold: the largest of the α_j with α·max|∇X_i|/α_i < λ_max for all i. Balanced: the
@@ -226,13 +212,12 @@ class Placement:
 
         Args:
             alphas: Vector of log2 α_i.
-            gradients: List of ∇X_i.
+            maxima: Vector of max|∇X_i|.
             summed: Whether the gradients are added, or only brought to one scale.
 
         Returns:
-            An `Estimate` of the common α over the largest α_i.
+            log2 of the common α over the largest α_i.
         """
-        maxima = tf.stack([max_abs(g) for g in gradients])
         top = tf.reduce_max(alphas)
         # log2 of max|∇X_i| / α_i, the true magnitude.
         true = tf.where(maxima > 0, log2(maxima) - alphas, -1e4)
@@ -240,26 +225,12 @@ class Placement:
         if self.balanced:
             if summed:
                 peak += log2(tf.reduce_sum(tf.exp((true - peak) * math.log(2.0))))
-            chosen = tf.minimum(top, tf.floor(self.log2_largest - self.margin_bits - peak))
-        else:
-            fitting = tf.where(peak + alphas < self.log2_largest, alphas, tf.reduce_min(alphas))
-            chosen = tf.reduce_max(fitting)
-        return Estimate(chosen - top, tf.reduce_any(maxima > 0))
-
-
-def retreat(backoff):
-    """The share of a scale's height that is given up after k overflows: 1 − 2^-k."""
-    return 1.0 - tf.pow(0.5, backoff)
-
-
-def channel_squares(x, axis):
-    """Sums of x² over all axes but `axis` (`None`: over all), in float32."""
-    squares = tf.square(tf.cast(x, tf.float32))
-    rank = x.shape.rank
-    return tf.reduce_sum(squares, None if axis is None else [i for i in range(rank) if i != axis % rank])
+            return tf.minimum(top, tf.floor(self.log2_largest - self.margin_bits - peak)) - top
+        fitting = tf.where(peak + alphas < self.log2_largest, alphas, tf.reduce_min(alphas))
+        return tf.reduce_max(fitting) - top
 
 
 def _log2_rms(x, largest):
     """log2 of the root mean square, given max|x|: squares of 1e-30 would be zero in float32."""
     exponent = tf.clip_by_value(tf.floor(log2(largest)), -CUMULATIVE_LIMIT, CUMULATIVE_LIMIT)
-    return exponent + 0.5 * log2(mean_square(x * exp2(-exponent)))
+    return exponent + 0.5 * log2(sum_squares(x * exp2(-exponent)) / size(x))

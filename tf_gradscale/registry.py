@@ -55,21 +55,24 @@ class Site:
 class Group:
     """Sites whose scales are chosen together, and their part of the registry's vector.
 
-    The part holds, for each site, log2 β, log2 α and whether its gradient was non-zero; then
-    whether the gradient that arrived was finite; then the powers of two derived from these.
+    The part holds log2 β of each of the n sites, log2 α of each, and whether the gradient there
+    was non-zero; then whether the gradient that arrived was finite; then powers of two: 2^β of
+    each site (or, where gradients meet, what each is multiplied by) and 1/α of each.
     """
 
     def __init__(self, index, start, sites, factors):
         self.index = index
         self.start = start
         self.sites = sites
-        self.size = 3 * len(sites) + 1 + factors
-        # A factor is a power of two; where nothing has been chosen yet, 2^0.
-        self.initial = [0.0, 0.0, 1.0] * len(sites) + [1.0] + [1.0] * factors
+        n = len(sites)
+        # Where nothing has been chosen yet, all scales are 2^0.
+        self.initial = [0.0] * (2 * n) + [1.0] * (n + 1 + factors)
+        self.size = len(self.initial)
 
     def position(self, site, field):
         """Where a field of one of its sites stands in the registry's vector."""
-        return self.start + 3 * self.sites.index(site) + ("local", "cumulative", "known").index(field)
+        row = ("local", "cumulative", "known").index(field)
+        return self.start + row * len(self.sites) + self.sites.index(site)
 
     @property
     def finite(self):

@@ -33,6 +33,8 @@ class Walk:
         sizes = [group.size for group in registry.groups]
         self._parts = list(tf.split(self.state["scales"], sizes)) if sizes else []
         self._frozen = self.state["frozen"] > 0
+        # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
+        self._retreat = 1.0 - tf.pow(0.5, self.state["history"][0])
         self._measured = np.zeros(len(registry), bool)
         # (site, group): the group that measures the gradient made behind the site.
         self._followers = []
@@ -48,7 +50,7 @@ class Walk:
 
         Args:
             group: The `Group`.
-            measure: Function of (stored part, back-off, frozen) that chooses its scales.
+            measure: Function of (stored part, retreat, frozen) that chooses its scales.
             upstream: The `Scaled`s that `measure` looks at.
 
         Returns:
@@ -56,10 +58,9 @@ class Walk:
         """
         stored = self._parts[group.index]
         first, count = group.sites[0].index, len(group.sites)
-        history, frozen = self.state["history"], self._frozen
 
         def update():
-            return measure(stored, history[0, first : first + count], frozen)
+            return measure(stored, self._retreat[first : first + count], self._frozen)
 
         part = tf.cond(self.state["updating"], update, lambda: tf.identity(stored))
         part = tf.ensure_shape(tf.stop_gradient(part), [group.size])
@@ -80,11 +81,11 @@ class Walk:
             self.note_measured(group)
 
             def measure(*state):
-                return self.chooser.cast(dy, alpha, *state, model)
+                return self.chooser.cast(dy, alpha, *state, model=model)
         else:
 
-            def measure(stored, backoff, frozen):
-                return self.chooser.unmeasured(alpha, stored, frozen, 1)
+            def measure(stored, retreat, frozen):
+                return self.chooser.unmeasured(alpha, stored, frozen, sites=1)
 
         _, alpha_x, _, _, beta, inverse = self.decide(group, measure, [pair])
         return Scaled(alpha_x, tf.cast(dy * beta, dtype), inverse, tuple(group.sites))
@@ -110,7 +111,15 @@ class Walk:
             self.note_measured(group)
 
         def measure(*state):
-            return self.chooser.join(gradients, alphas, *state, tuple(indices), summed, measures)
+            return self.chooser.join(
+                gradients,
+                alphas,
+                *state,
+                indices=tuple(indices),
+                places=group.size - 5,
+                summed=summed,
+                measures=measures,
+            )
 
         part = self.decide(group, measure, pairs)
         factors = [part[4 + i] for i in indices]

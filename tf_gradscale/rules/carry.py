@@ -82,12 +82,12 @@ class Measured(Carry):
                 _, *trial = super(Measured, self)._scaled_vjp(tape, ys, xs, variables, pair, walk)
                 dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
                 if not dxs:
-                    return walk.chooser.unmeasured(alpha, state[0], state[2], 1)
+                    return walk.chooser.unmeasured(alpha, state[0], state[2], sites=1)
                 return walk.chooser.measured(dxs, dys, dvs, alpha, *state)
         else:
 
-            def measure(stored, backoff, frozen):
-                return walk.chooser.unmeasured(alpha, stored, frozen, 1)
+            def measure(stored, retreat, frozen):
+                return walk.chooser.unmeasured(alpha, stored, frozen, sites=1)
 
         part = walk.decide(self.group, measure, [pair])
         scaled = [multiply(dy, part[4]) for dy in dys]

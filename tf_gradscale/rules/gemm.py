@@ -106,16 +106,16 @@ class Gemm(Rule):
             walk.note_measured(group)
 
             def measure(*state):
-                axes = product.y_axis, product.x_axis
+                axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
                 log2_n = tf.constant(math.log2(product.n), tf.float32)
-                return walk.chooser.gemm(dz, x, weight, alpha, log2_n, *state, *axes)
+                return walk.chooser.gemm(dz, x, weight, log2_n, alpha, *state, **axes)
         else:
 
-            def measure(stored, backoff, frozen):
-                return walk.chooser.unmeasured(alpha, stored, frozen, 2)
+            def measure(stored, retreat, frozen):
+                return walk.chooser.unmeasured(alpha, stored, frozen, sites=2)
 
         part = walk.decide(group, measure, [pair])
-        beta_w, inverse_w, beta, inverse = part[7:]
+        alpha_x, beta_w, beta, inverse_w, inverse = part[3], *part[7:]
         if product.kernel.trainable:
             dw = tape.gradient(y, kernel, output_gradients=multiply(dz, beta_w))
             walk.add(product.kernel, dw, inverse_w)
@@ -123,7 +123,7 @@ class Gemm(Rule):
             again.watch(x)
             y = product.apply(x, tf.cast(weight * beta, x.dtype))
         dx = again.gradient(y, x, output_gradients=dz)
-        return Scaled(part[4], dx, inverse, (group.sites[1],))
+        return Scaled(alpha_x, dx, inverse, (group.sites[1],))
 
     def _bias_gradient(self, dz):
         """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
