@@ -33,10 +33,12 @@ class Chooser:
     def __init__(self, config):
         self.placement = Placement(config)
         self.gemm = _SharedTrace(self._gemm)
+        self.cast_gemm = _SharedTrace(self._cast_gemm)
         self.cast = _SharedTrace(self._cast)
         self.measured = _SharedTrace(self._measured)
         self.join = _SharedTrace(self._join)
         self.unmeasured = _SharedTrace(self._unmeasured)
+        self.unmeasured_gemm = _SharedTrace(self._unmeasured_gemm)
 
     @staticmethod
     @functools.lru_cache(maxsize=None)
@@ -70,6 +72,15 @@ class Chooser:
             beta_w = self.placement.variable(0.5 * norm_dy, 0.5 * norm_x)
         known = [total, total * total_w]
         return self._assemble([beta_w, beta], known, total, alpha, stored, frozen)
+
+    def _cast_gemm(self, dy, *args, model, **axes):
+        """A cast and the product behind it. Sites: cast, kernel, input."""
+        x, kernel, log2_n, alpha, stored, retreat, frozen = args
+        first = self._cast(dy, alpha, stored[:1], retreat[:1], frozen, model)
+        # In float32, as if it were cast: 2^β of it is the fifth of the part's six fields.
+        dz = dy * first[4]
+        rest = stored[1:3], retreat[1:], frozen
+        return _behind(first, self._gemm(dz, x, kernel, log2_n, first[1], *rest, **axes))
 
     def _cast(self, dy, alpha, stored, retreat, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
@@ -113,6 +124,12 @@ class Chooser:
         kept = tf.where(frozen, stored[:sites], 0.0)
         return self._finish(kept, tf.ones([sites]), tf.ones([1]), alpha)
 
+    def _unmeasured_gemm(self, alpha, stored, frozen, casts):
+        if not casts:
+            return self._unmeasured(alpha, stored, frozen, 2)
+        first = self._unmeasured(alpha, stored[:1], frozen, 1)
+        return _behind(first, self._unmeasured(first[1], stored[1:3], frozen, 2))
+
     def _assemble(self, wanted, magnitudes, given, alpha, stored, frozen):
         """The part from what was estimated.
 
@@ -134,6 +151,14 @@ class Chooser:
         local = cumulative - alpha
         factors = exp2(tf.concat([local, -cumulative], 0))
         return tf.concat([local, cumulative, known, finite, factors], 0)
+
+
+def _behind(first, second):
+    """The part of a group of three sites from that of the first, and that of the other two."""
+    both = tf.concat([first, second], 0)
+    # Each part is local, cumulative, known; finite; scale, inverse: 6 and 11 fields.
+    order = [0, 6, 7, 1, 8, 9, 2, 10, 11, 3, 4, 13, 14, 5, 15, 16]
+    return tf.gather(both, order)
 
 
 class _SharedTrace:

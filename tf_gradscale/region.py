@@ -12,10 +12,12 @@ from tensorflow.python.eager import record
 from tf_gradscale import heads
 from tf_gradscale.choose import Chooser
 from tf_gradscale.registry import ScaleRegistry, autocast_off
-from tf_gradscale.rules import rule_for
+from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
 from tf_gradscale.tensors import identity
 from tf_gradscale.walk import Walk
+
+_DEFERRED = object()
 
 
 class Region:
@@ -37,18 +39,22 @@ class Region:
         self.scales = ScaleRegistry(config)
         heads.cut(graph)
         consumers = graph.consumers()
+        self._producers = {id(t): step for step in graph.steps for t in step.outputs}
         # Sites are reserved in the order in which the backward pass meets them.
-        names = [f"output_{i}" if len(graph.outputs) > 1 else "output" for i in range(len(graph.outputs))]
-        self._outputs = [self._edge(n, t) for n, t in zip(names, graph.outputs, strict=True)]
+        several = len(graph.outputs) > 1
+        self._outputs = [
+            self._edge(f"output_{i}" if several else "output", tensor, consumers)
+            for i, tensor in enumerate(graph.outputs)
+        ]
         self._edges, self._branches = {}, {}
         for step in reversed(graph.steps):
             for tensor in step.outputs:
                 self._reserve_branch(tensor, consumers, step.name)
             step.rule = rule_for(step, self.scales)
-            dtype = step.rule.input_dtype()
+            dtype, model = step.rule.input_dtype(), step.rule.cast_model
             for i, tensor in enumerate(step.inputs):
                 label = f"{step.name}/cast" if len(step.inputs) == 1 else f"{step.name}/cast_{i}"
-                self._edges[step, i] = self._edge(label, tensor, dtype, step.rule.cast_model)
+                self._edges[step, i] = self._edge(label, tensor, consumers, dtype, model)
         for i, tensor in enumerate(graph.inputs):
             self._reserve_branch(tensor, consumers, f"input_{i}")
         weights = _weights(graph)
@@ -56,11 +62,20 @@ class Region:
             _check_single_path(graph, weights)
         self.scales.build(weights)
 
-    def _edge(self, name, tensor, dtype="float32", model=None):
-        """Group and model of a cast, where a gradient is cast to the narrower dtype of `tensor`."""
+    def _edge(self, name, tensor, consumers, dtype="float32", model=None):
+        """How a gradient reaches `tensor`: `None`, as it is; or through a cast.
+
+        A cast is the group of its site and the model of its gradient; or `_DEFERRED`, if the
+        gradient goes nowhere but to a product, whose rule then casts it.
+        """
         if tensor.dtype not in ("float16", "bfloat16") or dtype != "float32":
             return None
-        return self.scales.add_group([(name, "cast")], 2), model or self.config.cast_model
+        model = model or self.config.cast_model
+        producer = self._producers.get(id(tensor))
+        if producer is not None and len(consumers[id(tensor)]) == 1 and Gemm.casts(producer):
+            producer.cast = (name, model)
+            return _DEFERRED
+        return self.scales.add_group([(name, "cast")], 2), model
 
     def _reserve_branch(self, tensor, consumers, name):
         users = consumers.get(id(tensor), [])
@@ -145,9 +160,12 @@ class Region:
         arrived: dict[int, dict] = {}
 
         def deliver(tensor, user, pair, edge):
-            if edge is not None:
-                pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1])
-            gradient = tf.cast(tf.convert_to_tensor(pair.gradient), tensor.dtype)
+            gradient = tf.convert_to_tensor(pair.gradient)
+            if edge is not _DEFERRED:
+                if edge is not None:
+                    pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1])
+                    gradient = pair.gradient
+                gradient = tf.cast(gradient, tensor.dtype)
             arrived.setdefault(id(tensor), {})[user] = pair._replace(gradient=gradient)
 
         def collect(tensor):

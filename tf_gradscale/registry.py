@@ -233,7 +233,7 @@ class ScaleRegistry:
             inverses: By a variable's id, 1/α of the gradient that the pass gives it.
 
         Returns:
-            The operations to depend on (none in eager mode).
+            The writing operations.
         """
         values = {"scales": scales, "history": history, "pending": pending}
         with autocast_off():
@@ -244,7 +244,7 @@ class ScaleRegistry:
                 values["unapplied"] = tf.where(updating & (before > 0), 2, tf.maximum(before, 1))
             writes = [self._variables[name].value.assign(v) for name, v in values.items()]
             writes.append(self._variables["passes"].value.assign_add(1))
-        return [] if tf.executing_eagerly() else writes
+        return writes
 
     def unscale(self, gradients, weights):
         """Divides gradients by the scales with which the last pass gave them, in float32.

@@ -153,16 +153,17 @@ class Walk:
         }
 
     def finish(self):
-        """Writes the registry. Returns the operations to depend on."""
+        """Writes the registry. Returns what to depend on (nothing in eager mode)."""
         vector = tf.concat(self._parts, 0) if self._parts else self.state["scales"]
         history, pending = tf.cond(
             self.state["updating"],
             lambda: self._look_back(vector),
             lambda: (tf.identity(self.state["history"]), tf.constant(0, tf.int32)),
         )
-        return self.registry.write(
+        writes = self.registry.write(
             vector, history, pending, self.state["updating"], self._inverses
         )
+        return [] if tf.executing_eagerly() else [tf.group(*writes)]
 
     def _look_back(self, vector):
         """Back-off, and whether the next pass must measure again.

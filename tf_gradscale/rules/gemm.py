@@ -46,8 +46,10 @@ class Gemm(Rule):
             label = product.kernel.name
             operand = "input" if i == 0 else f"{label}_input"
             names = [(f"{step.name}/{label}", "variable"), (f"{step.name}/{operand}", "gemm")]
-            # β_W and 1/(αβ_W), β and 1/(αβ).
-            self.groups.insert(0, registry.add_group(names, 4))
+            if step.cast and i == len(self.products) - 1:
+                names.insert(0, (step.cast[0], "cast"))
+            # β_W and β, 1/(αβ_W) and 1/(αβ); before them those of the cast.
+            self.groups.insert(0, registry.add_group(names, 2 * len(names)))
 
     @classmethod
     def takes(cls, operation):
@@ -59,6 +61,13 @@ class Gemm(Rule):
             and getattr(operation, "quantization_mode", None) is None
             and operation.activity_regularizer is None
         )
+
+    @classmethod
+    def casts(cls, step):
+        """Whether the rule of a step takes gradients that still have to be cast."""
+        activation = getattr(step.operation, "activation", None)
+        linear = step.linear or activation in (None, keras.activations.linear)
+        return linear and cls.takes(step.operation)
 
     def forward(self, inputs, call):
         (z,) = inputs
@@ -86,7 +95,7 @@ class Gemm(Rule):
     def backward(self, record, upstream, walk):
         stages, z, tape, y = record
         pair = upstream[0]
-        if y is not z:
+        if self.activation not in (None, keras.activations.linear):
             dz = tape.gradient(y, z, output_gradients=pair.gradient)
             pair = pair._replace(gradient=dz)
         if self.bias is not None and self.bias.trainable:
@@ -102,20 +111,29 @@ class Gemm(Rule):
         x, kernel, tape, y = stage
         alpha, dz = pair.log2_alpha, pair.gradient
         weight = tf.convert_to_tensor(variable_value(product.kernel))
-        if walk.measures(self.step, dz.dtype):
+        casts = len(group.sites) == 3
+        if walk.measures(self.step, x.dtype):
             walk.note_measured(group)
 
             def measure(*state):
                 axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
                 log2_n = tf.constant(math.log2(product.n), tf.float32)
-                return walk.chooser.gemm(dz, x, weight, log2_n, alpha, *state, **axes)
+                given = dz, x, weight, log2_n, alpha
+                if casts:
+                    return walk.chooser.cast_gemm(*given, *state, **axes, model=self.step.cast[1])
+                return walk.chooser.gemm(*given, *state, **axes)
         else:
 
             def measure(stored, retreat, frozen):
-                return walk.chooser.unmeasured(alpha, stored, frozen, sites=2)
+                return walk.chooser.unmeasured_gemm(alpha, stored, frozen, casts=casts)
 
         part = walk.decide(group, measure, [pair])
-        alpha_x, beta_w, beta, inverse_w, inverse = part[3], *part[7:]
+        sites = len(group.sites)
+        alpha_x, inverse_w, inverse = part[2 * sites - 1], part[-2], part[-1]
+        factors = part[3 * sites + 1 : 4 * sites + 1]
+        if casts:
+            dz = tf.cast(dz * factors.pop(0), x.dtype)
+        beta_w, beta = factors
         if product.kernel.trainable:
             dw = tape.gradient(y, kernel, output_gradients=multiply(dz, beta_w))
             walk.add(product.kernel, dw, inverse_w)
@@ -123,7 +141,7 @@ class Gemm(Rule):
             again.watch(x)
             y = product.apply(x, tf.cast(weight * beta, x.dtype))
         dx = again.gradient(y, x, output_gradients=dz)
-        return Scaled(alpha_x, dx, inverse, (group.sites[1],))
+        return Scaled(alpha_x, dx, inverse, (group.sites[-1],))
 
     def _bias_gradient(self, dz):
         """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
