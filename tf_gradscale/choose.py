@@ -5,6 +5,8 @@ results are constants to whoever differentiates twice: scales are undone, whatev
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -51,51 +53,67 @@ class Chooser:
 
         `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
         """
+        state = _State(stored, retreat, frozen)
         squares = sum_squares(dy, dy_axis)
         total = tf.reduce_sum(squares)
-        total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
-        norm_dy, norm_x, total_dy, size_dy, log2_total_w, size_w, max_w, max_dy = log2_all(
-            tf.reduce_max(squares),
-            tf.reduce_max(sum_squares(x, x_axis)),
-            total,
-            size(dy),
-            total_w,
-            size(kernel),
-            max_abs(kernel),
-            total if self.placement.balanced else max_abs(dy),
-        )
-        sigma_dy = 0.5 * (total_dy - size_dy)
-        sigma_w = 0.5 * (log2_total_w - size_w) - _KERNEL_SHIFT
-        beta = self.placement.gemm(log2_n, sigma_dy, sigma_w, max_dy, max_w, retreat[1])
-        beta_w = tf.constant(0.0)
-        if self.placement.balanced:
-            beta_w = self.placement.variable(0.5 * norm_dy, 0.5 * norm_x)
-        known = [total, total * total_w]
-        return self._assemble([beta_w, beta], known, total, alpha, stored, frozen)
+        logs = _Logs(dy, x, kernel, squares, total, x_axis, self.placement.balanced)
+        scales = self._product(logs, log2_n, 0.0, alpha, total, state, 0)
+        return _part([scales], total)
 
-    def _cast_gemm(self, dy, *args, model, **axes):
+    def _cast_gemm(self, dy, *args, dy_axis, x_axis, model):
         """A cast and the product behind it. Sites: cast, kernel, input."""
         x, kernel, log2_n, alpha, stored, retreat, frozen = args
-        first = self._cast(dy, alpha, stored[:1], retreat[:1], frozen, model)
-        # In float32, as if it were cast: 2^β of it is the fifth of the part's six fields.
-        dz = dy * first[4]
-        rest = stored[1:3], retreat[1:], frozen
-        return _behind(first, self._gemm(dz, x, kernel, log2_n, first[1], *rest, **axes))
+        state = _State(stored, retreat, frozen)
+        largest = max_abs(dy)
+        if model == "normal":
+            # Statistics of ∇Y serve for both: the scale of the cast shifts them.
+            squares = sum_squares(dy, dy_axis)
+            total = tf.reduce_sum(squares)
+            logs = _Logs(dy, x, kernel, squares, total, x_axis, True, largest)
+            lower, _ = self.placement.normal_bounds(logs.sigma_dy)
+            upper = self.placement.log2_largest - logs.max_dy
+            wanted = self.placement.place(lower, upper, state.retreat[0])
+            first = self._settle([wanted], [largest], largest, alpha, state, 0)
+            shift = first.local[0]
+        else:
+            wanted = self.placement.cast(dy, largest, model, state.retreat[0])
+            first = self._settle([wanted], [largest], largest, alpha, state, 0)
+            # Measured in float32 as if it were cast; squares of 1e-20 would be zero.
+            dz = dy * exp2(first.local)
+            squares = sum_squares(dz, dy_axis)
+            total = tf.reduce_sum(squares)
+            logs = _Logs(dz, x, kernel, squares, total, x_axis, self.placement.balanced)
+            shift = 0.0
+        rest = self._product(logs, log2_n, shift, first.cumulative, total, state, 1)
+        return _part([first, rest], largest)
+
+    def _product(self, logs, log2_n, shift, alpha, total, state, first):
+        """The scales of a product, whose ∇Y is 2^shift times what `logs` and `total` are of."""
+        sigma_dy, max_dy = logs.sigma_dy + shift, logs.max_dy + shift
+        retreat = state.retreat[first + 1]
+        beta = self.placement.gemm(log2_n, sigma_dy, logs.sigma_w, max_dy, logs.max_w, retreat)
+        beta_w = tf.constant(0.0)
+        if self.placement.balanced:
+            beta_w = self.placement.variable(logs.norm_dy + shift, logs.norm_x)
+        magnitudes = [total, total * logs.total_w]
+        return self._settle([beta_w, beta], magnitudes, total, alpha, state, first)
 
     def _cast(self, dy, alpha, stored, retreat, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
+        state = _State(stored, retreat, frozen)
         largest = max_abs(dy)
-        beta = self.placement.cast(dy, largest, model, retreat[0])
-        return self._assemble([beta], [largest], largest, alpha, stored, frozen)
+        beta = self.placement.cast(dy, largest, model, state.retreat[0])
+        return _part([self._settle([beta], [largest], largest, alpha, state, 0)], largest)
 
     def _measured(self, dxs, dys, dvs, alpha, stored, retreat, frozen):
         """β of an op that was tried out."""
+        state = _State(stored, retreat, frozen)
         square = tf.reduce_max(tf.stack([sum_squares(g) / size(g) for g in dxs]))
         largest = tf.reduce_max(tf.stack([max_abs(g) for g in [*dxs, *dvs]]))
         max_dy = tf.reduce_max(tf.stack([max_abs(g) for g in dys]))
         logs = log2_all(square, largest, max_dy)
-        beta = self.placement.measured(0.5 * logs[0], *logs[1:], retreat[0])
-        return self._assemble([beta], [square], max_dy, alpha, stored, frozen)
+        beta = self.placement.measured(0.5 * logs[0], *logs[1:], state.retreat[0])
+        return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
 
     def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed, measures):
         """The common α of several gradients: lines 15 to 18 of Algorithm 1.
@@ -103,62 +121,128 @@ class Chooser:
         The factors are α/α_i for each of the `places` at which gradients could meet, of which
         those present are named by `indices`, and 1/α.
         """
-        del retreat  # what is added was measured in this very pass
+        state = _State(stored, retreat, frozen)
         alphas = tf.stack(alphas)
-        top = tf.reduce_max(alphas)
+        top, given = tf.reduce_max(alphas), tf.constant(1.0)
         if measures:
             maxima = tf.stack([max_abs(g) for g in gradients])
-            largest = tf.reduce_max(maxima)
+            given = tf.reduce_max(maxima)
             beta = self.placement.branch(alphas, maxima, summed)
-            part = self._assemble([beta], [largest], largest, top, stored, frozen)
+            scales = self._settle([beta], [given], given, top, state, 0)
         else:
-            part = self._unmeasured(top, stored, frozen, 1)
+            scales = self._keep(1, top, state, 0)
         # A quotient leaves float32's range only where one gradient is negligible.
-        quotients = tf.unstack(exp2(tf.clip_by_value(part[1] - alphas, -126.0, 126.0)))
-        present = dict(zip(indices, quotients, strict=True))
-        factors = [present.get(i, 1.0) for i in range(places)]
-        return tf.concat([part[:4], tf.stack(factors), part[5:]], 0)
+        quotients = tf.clip_by_value(scales.cumulative - alphas, -126.0, 126.0)
+        present = dict(zip(indices, tf.unstack(quotients, len(indices)), strict=True))
+        return _part([scales], given, [present.get(i, 0.0) for i in range(places)])
 
     def _unmeasured(self, alpha, stored, frozen, sites):
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
-        kept = tf.where(frozen, stored[:sites], 0.0)
-        return self._finish(kept, tf.ones([sites]), tf.ones([1]), alpha)
+        return _part([self._keep(sites, alpha, _State(stored, None, frozen), 0)], 1.0)
 
     def _unmeasured_gemm(self, alpha, stored, frozen, casts):
+        """The same for a product, whose second scale comes after that of its cast."""
+        state = _State(stored, None, frozen)
         if not casts:
-            return self._unmeasured(alpha, stored, frozen, 2)
-        first = self._unmeasured(alpha, stored[:1], frozen, 1)
-        return _behind(first, self._unmeasured(first[1], stored[1:3], frozen, 2))
+            return _part([self._keep(2, alpha, state, 0)], 1.0)
+        first = self._keep(1, alpha, state, 0)
+        return _part([first, self._keep(2, first.cumulative, state, 1)], 1.0)
 
-    def _assemble(self, wanted, magnitudes, given, alpha, stored, frozen):
-        """The part from what was estimated.
+    def _settle(self, wanted, magnitudes, given, alpha, state, first):
+        """Scales from what was estimated.
 
         Args:
             wanted: List of log2 β.
-            magnitudes: List of what is 0 where there was nothing to measure: then β = 1.
+            magnitudes: List of what is positive where there was anything to measure; else β = 1.
             given: A magnitude of ∇Y: where it is not finite, β stays as it was.
+            alpha: log2 α before the sites.
+            state: The `_State` of the group.
+            first: Index of the first of the sites in the group.
         """
-        known = tf.stack(magnitudes) != 0
-        finite = tf.math.is_finite(given)
+        known = tf.stack(magnitudes) > 0
         local = tf.where(known, tf.stack(wanted), 0.0)
-        local = tf.where(finite & ~frozen, local, stored[: len(wanted)])
-        flag = tf.reshape(tf.cast(finite, tf.float32), [1])
-        return self._finish(local, tf.cast(known, tf.float32), flag, alpha)
+        free = (given < math.inf) & ~state.frozen
+        local = tf.where(free, local, state.stored(first, len(wanted)))
+        return self._bounded(local, tf.cast(known, tf.float32), alpha)
 
-    def _finish(self, local, known, finite, alpha):
+    def _keep(self, sites, alpha, state, first):
+        local = tf.where(state.frozen, state.stored(first, sites), 0.0)
+        return self._bounded(local, tf.ones([sites]), alpha)
+
+    def _bounded(self, local, known, alpha):
         limit = self.placement.log2_cumulative_bound
         cumulative = tf.clip_by_value(alpha + local, -CUMULATIVE_LIMIT, limit)
-        local = cumulative - alpha
-        factors = exp2(tf.concat([local, -cumulative], 0))
-        return tf.concat([local, cumulative, known, finite, factors], 0)
+        return _Scales(cumulative - alpha, cumulative, known)
 
 
-def _behind(first, second):
-    """The part of a group of three sites from that of the first, and that of the other two."""
-    both = tf.concat([first, second], 0)
-    # Each part is local, cumulative, known; finite; scale, inverse: 6 and 11 fields.
-    order = [0, 6, 7, 1, 8, 9, 2, 10, 11, 3, 4, 13, 14, 5, 15, 16]
-    return tf.gather(both, order)
+class _Scales(NamedTuple):
+    """Vectors over some sites: log2 β, log2 α, and 1 where there was anything to measure."""
+
+    local: tf.Tensor
+    cumulative: tf.Tensor
+    known: tf.Tensor
+
+
+class _State:
+    """What the registry holds for a group, taken apart."""
+
+    def __init__(self, stored, retreat, frozen):
+        self._stored = stored
+        self.retreat = None if retreat is None else _Lazy(retreat)
+        self.frozen = frozen
+
+    def stored(self, first, sites):
+        """log2 β of some of the group's sites."""
+        return tf.slice(self._stored, [first], [sites])
+
+
+class _Lazy:
+    """Entries of a vector, taken only if asked for."""
+
+    def __init__(self, vector):
+        self._vector = vector
+
+    def __getitem__(self, index):
+        return tf.gather(self._vector, index)
+
+
+class _Logs:
+    """Statistics of a product's operands, as log2: all logarithms are taken at once."""
+
+    def __init__(self, dy, x, kernel, squares, total, x_axis, balanced, largest=None):
+        self.total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
+        if largest is None:
+            # The balanced placement takes the room of the distribution for max|∇Y|.
+            largest = total if balanced else max_abs(dy)
+        norm_dy, norm_x, total_dy, size_dy, total_w, size_w, self.max_w, self.max_dy = log2_all(
+            tf.reduce_max(squares),
+            tf.reduce_max(sum_squares(x, x_axis)),
+            total,
+            tf.cast(tf.size(dy), tf.float32),
+            self.total_w,
+            tf.cast(tf.size(kernel), tf.float32),
+            max_abs(kernel),
+            largest,
+        )
+        self.norm_dy, self.norm_x = 0.5 * norm_dy, 0.5 * norm_x
+        self.sigma_dy = 0.5 * (total_dy - size_dy)
+        self.sigma_w = 0.5 * (total_w - size_w) - _KERNEL_SHIFT
+
+
+def _part(scales, given, exponents=None):
+    """A group's part of the registry's vector, as `registry.Group` lays it out.
+
+    Args:
+        scales: List of `_Scales`.
+        given: A magnitude of ∇Y, of which it is noted whether it is finite.
+        exponents: log2 of the factors to multiply by, if these are not the scales.
+    """
+    local, cumulative, known = (tf.concat(rows, 0) for rows in zip(*scales, strict=True))
+    factors = tf.stack(exponents) if exponents is not None else local
+    finite = tf.cast(tf.stack([given]) < math.inf, tf.float32)
+    return tf.concat(
+        [local, cumulative, known, finite, exp2(tf.concat([factors, -cumulative], 0))], 0
+    )
 
 
 class _SharedTrace:

@@ -38,8 +38,8 @@ def log2(x):
 
 
 def max_abs(x):
-    """max|x| as float32; 0 for an empty tensor."""
-    return tf.maximum(tf.reduce_max(tf.abs(tf.cast(x, tf.float32))), 0.0)
+    """max|x| as float32; -inf for an empty tensor."""
+    return tf.reduce_max(tf.abs(tf.cast(x, tf.float32)))
 
 
 def log2_all(*values):
@@ -115,6 +115,16 @@ class Placement:
         lower = (self.log2_smallest - self.log2_quantile) - log2_sigma
         return lower, (self.log2_largest - math.log2(ROOM)) - log2_sigma
 
+    def place_normal(self, log2_sigma, retreat):
+        """`place` between `normal_bounds`, whose ratio does not depend on σ (balanced only)."""
+        lower, upper = self.normal_bounds(0.0)
+        target = min(0.5 * (lower + upper), upper - self.margin_bits)
+        height = max(target - lower, 8.0)
+        placed = tf.floor(target - log2_sigma - height * retreat)
+        if self.log2_scale_bound is None:
+            return placed
+        return tf.minimum(placed, self.log2_scale_bound)
+
     def gemm(self, log2_n, sigma_dy, sigma_w, max_dy, max_w, retreat):
         """β of ∇X = f_G(β∇Y, W) by Theorem 1: lines 4 and 5 of Algorithm 1.
 
@@ -125,13 +135,16 @@ class Placement:
         Returns:
             log2 β.
         """
-        lower, upper = self.normal_bounds(0.5 * log2_n + sigma_dy + sigma_w)
-        if not self.balanced:
-            upper = self.log2_largest - log2_n - max_dy - max_w
+        log2_sigma = 0.5 * log2_n + sigma_dy + sigma_w
+        if self.balanced:
+            target = self.place_normal(log2_sigma, retreat)
+        else:
+            lower, _ = self.normal_bounds(log2_sigma)
+            target = self.place(lower, self.log2_largest - log2_n - max_dy - max_w, retreat)
         # β multiplies the kernel: β·W must neither overflow nor sink into the subnormals.
         most = tf.floor(self.log2_largest - 1.0 - max_w)
         least = tf.math.ceil(self.log2_normal + self.margin_bits - sigma_w)
-        return tf.minimum(tf.maximum(self.place(lower, upper, retreat), least), most)
+        return tf.minimum(tf.maximum(target, least), most)
 
     def variable(self, norm_dy, norm_x):
         """β_W of ∇W = f_G(X, β_W∇Y): the largest power of two that cannot overflow, less a margin.
@@ -194,7 +207,7 @@ class Placement:
         Returns:
             log2 β.
         """
-        target = self.place(*self.normal_bounds(sigma_dx), retreat)
+        target = self.place_normal(sigma_dx, retreat)
         target = tf.minimum(target, tf.floor(self.log2_largest - self.margin_bits - largest))
         # A trial that overflowed says only that less is wanted; back-off then finds how much less.
         target = tf.where(tf.math.is_finite(largest), target, -8.0 - 16.0 * retreat)
