@@ -35,7 +35,11 @@ def vgg(size=32, width=16, classes=10):
     for stage in range(3):
         for _ in range(2):
             x = layers.Conv2D(
-                width * 2**stage, 3, padding="same", activation="relu", kernel_initializer="he_normal"
+                width * 2**stage,
+                3,
+                padding="same",
+                activation="relu",
+                kernel_initializer="he_normal",
             )(x)
         x = layers.MaxPooling2D()(x)
     x = layers.Dense(128, activation="relu")(layers.Flatten()(x))

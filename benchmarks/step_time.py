@@ -42,6 +42,7 @@ def compiled(name, method, jit, options):
 
 
 def batch_for(model, batch):
+    """Random inputs and labels of the shapes that a model takes."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(batch, *model.input_shape[1:])).astype("float32")
     y = rng.integers(0, model.output_shape[-1], size=(batch, *model.output_shape[1:-1]))
@@ -49,6 +50,7 @@ def batch_for(model, batch):
 
 
 def timed(model, x, y):
+    """Seconds of one training step."""
     start = time.perf_counter()
     model.train_on_batch(x, y)
     return time.perf_counter() - start
@@ -77,6 +79,7 @@ def measure(name, methods, jit, batch, rounds, options, firsts):
 
 
 def main():
+    """Measures, prints the table, and writes all times as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["residual", "vgg"], choices=MODELS)
     parser.add_argument("--methods", nargs="+", default=["lso", "ours"])

@@ -39,11 +39,12 @@ class Chooser:
         self.cast = _SharedTrace(self._cast)
         self.measured = _SharedTrace(self._measured)
         self.join = _SharedTrace(self._join)
+        self.unmeasured_join = _SharedTrace(self._unmeasured_join)
         self.unmeasured = _SharedTrace(self._unmeasured)
         self.unmeasured_gemm = _SharedTrace(self._unmeasured_gemm)
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def of(config):
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
@@ -115,26 +116,24 @@ class Chooser:
         beta = self.placement.measured(0.5 * logs[0], *logs[1:], state.retreat[0])
         return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
 
-    def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed, measures):
+    def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed):
         """The common α of several gradients: lines 15 to 18 of Algorithm 1.
 
         The factors are α/α_i for each of the `places` at which gradients could meet, of which
         those present are named by `indices`, and 1/α.
         """
+        maxima = tf.stack([max_abs(g) for g in gradients])
+        largest, top = tf.reduce_max(maxima), tf.reduce_max(alphas)
+        beta = self.placement.branch(tf.stack(alphas), maxima, summed)
         state = _State(stored, retreat, frozen)
-        alphas = tf.stack(alphas)
-        top, given = tf.reduce_max(alphas), tf.constant(1.0)
-        if measures:
-            maxima = tf.stack([max_abs(g) for g in gradients])
-            given = tf.reduce_max(maxima)
-            beta = self.placement.branch(alphas, maxima, summed)
-            scales = self._settle([beta], [given], given, top, state, 0)
-        else:
-            scales = self._keep(1, top, state, 0)
-        # A quotient leaves float32's range only where one gradient is negligible.
-        quotients = tf.clip_by_value(scales.cumulative - alphas, -126.0, 126.0)
-        present = dict(zip(indices, tf.unstack(quotients, len(indices)), strict=True))
-        return _part([scales], given, [present.get(i, 0.0) for i in range(places)])
+        scales = self._settle([beta], [largest], largest, top, state, 0)
+        return _part([scales], largest, _quotients(scales, alphas, indices, places))
+
+    def _unmeasured_join(self, alphas, stored, frozen, indices, places):
+        """The largest α_i, or the frozen multiple of it."""
+        state = _State(stored, None, frozen)
+        scales = self._keep(1, tf.reduce_max(alphas), state, 0)
+        return _part([scales], 1.0, _quotients(scales, alphas, indices, places))
 
     def _unmeasured(self, alpha, stored, frozen, sites):
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
@@ -227,6 +226,14 @@ class _Logs:
         self.norm_dy, self.norm_x = 0.5 * norm_dy, 0.5 * norm_x
         self.sigma_dy = 0.5 * (total_dy - size_dy)
         self.sigma_w = 0.5 * (total_w - size_w) - _KERNEL_SHIFT
+
+
+def _quotients(scales, alphas, indices, places):
+    """log2 of α/α_i at each place where gradients could meet; 0 where none is present."""
+    # A quotient leaves float32's range only where one gradient is negligible.
+    quotients = tf.clip_by_value(scales.cumulative - tf.stack(alphas), -126.0, 126.0)
+    present = dict(zip(indices, tf.unstack(quotients, len(indices)), strict=True))
+    return [present.get(i, 0.0) for i in range(places)]
 
 
 def _part(scales, given, exponents=None):

@@ -190,7 +190,7 @@ class Placement:
         return self.log2_smallest - mu - s * quantile
 
     def _log2_quantile_of(self, magnitude):
-        """log2 of the γ'-quantile of the non-zero entries, to a power of two, by exponent counts."""
+        """log2 of the γ'-quantile of the non-zero entries, by exponent counts: a power of two."""
         exponents = tf.reshape(exponent_bits(magnitude), [-1])
         # Zeros have exponent 0 and are dropped; float32's denormals are flushed to zero anyway.
         counts = tf.math.bincount(exponents, minlength=256, maxlength=256, dtype=tf.float32)[1:]

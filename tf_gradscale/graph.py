@@ -72,7 +72,7 @@ class Graph:
     head: list
 
     def consumers(self):
-        """For each tensor (by id), who uses it: a list of (step, input index) and of ints, outputs."""
+        """By a tensor's id, who uses it: (step, input index) each, or an int for an output."""
         users: dict[int, list] = {}
         for step in self.steps:
             for i, tensor in enumerate(step.inputs):
@@ -177,7 +177,7 @@ def _openable(node, arguments):
 
 
 def _casts_anyway(function, kt, dtype):
-    """Whether all uses of an inner input cast it to `dtype`, so that its own dtype is never seen."""
+    """Whether all uses of an inner input cast it to `dtype`: its own is then never seen."""
     users = [
         node
         for nodes in function._nodes_by_depth.values()

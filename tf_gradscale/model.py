@@ -8,7 +8,7 @@ import keras
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
-from tf_gradscale.graph import scope_dtype, function_of, trace
+from tf_gradscale.graph import function_of, scope_dtype, trace
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
@@ -91,7 +91,7 @@ class _GradientScaling:
         super().compile(optimizer, *args, **kwargs)
 
     def compile_from_config(self, config):
-        """As `keras.Model.compile_from_config`, which does nothing where `compile` is overridden."""
+        """As `keras.Model`'s, which does nothing where `compile` is overridden."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)

@@ -77,7 +77,7 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._scales = scales
 
     def build(self, var_list):
-        """Creates the counters, takes the scale state as its own, and builds the inner optimizer."""
+        """Creates the counters, takes over the scale state, and builds the inner optimizer."""
         if self.built:
             return
         for variable in self._scales.variables if self._scales is not None else ():

@@ -110,17 +110,14 @@ class Region:
                 def grad(*upstream, variables=None):
                     return self._backward(xs, records, dtypes, upstream, variables, bool(watched))
 
-                outputs = [
-                    tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs
-                ]
+                outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
                 return outputs, grad
 
             outputs = run(*inputs)
         for y, mask in zip(outputs, made_masks, strict=True):
             _set_mask(y, mask)
         return [
-            y if head is None else head(y)
-            for y, head in zip(outputs, self.graph.head, strict=True)
+            y if head is None else head(y) for y, head in zip(outputs, self.graph.head, strict=True)
         ]
 
     def _forward(self, xs, training):
@@ -237,7 +234,8 @@ def _check_single_path(graph, weights):
         if why:
             raise ValueError(
                 'With unscale="optimizer" a variable\'s gradient must come from one place. Use '
-                f"unscale=\"layer\", or remove the second. Received: variable '{weight.path}': {why}"
+                'unscale="layer", or remove the second. '
+                f"Received: variable '{weight.path}': {why}"
             )
 
 

@@ -6,9 +6,7 @@ import tensorflow as tf
 def map_values(function, gradient):
     """Applies a function to the values of a gradient."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            function(gradient.values), gradient.indices, gradient.dense_shape
-        )
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
 
 

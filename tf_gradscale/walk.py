@@ -41,53 +41,52 @@ class Walk:
         self._gradients = {}
         self._inverses = {}
 
-    def measures(self, owner, dtype):
-        """Whether gradients of a dtype at a step or tensor are to be measured."""
-        return tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
-
-    def decide(self, group, measure, upstream=()):
-        """The group's part of the registry's vector, as scalars.
+    def decide(self, group, upstream, owner, dtype, measure, keep):
+        """Chooses the scales of a group, in an updating pass, or reads them from the registry.
 
         Args:
             group: The `Group`.
-            measure: Function of (stored part, retreat, frozen) that chooses its scales.
-            upstream: The `Scaled`s that `measure` looks at.
+            upstream: The `Scaled`s that arrive there, a list.
+            owner: The step or tensor whose gradient is scaled.
+            dtype: The dtype in which that gradient is kept.
+            measure: Function of (stored part, retreat, frozen) that chooses from measurements.
+            keep: Function of (stored part, frozen), where there is nothing to choose: gradients
+                of another dtype are not scaled, and those of no use are not measured.
 
         Returns:
-            The fields of the part: a list of scalars, as `Group` says.
+            The fields of the group's part of the registry, as scalars (see `Group`).
         """
         stored = self._parts[group.index]
         first, count = group.sites[0].index, len(group.sites)
+        measures = tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
+        if measures:
+            for site in group.sites:
+                self._measured[site.index] = True
+            for pair in upstream:
+                self._followers += [(site, group) for site in pair.origin]
 
         def update():
-            return measure(stored, self._retreat[first : first + count], self._frozen)
+            if measures:
+                return measure(stored, self._retreat[first : first + count], self._frozen)
+            return keep(stored, self._frozen)
 
         part = tf.cond(self.state["updating"], update, lambda: tf.identity(stored))
         part = tf.ensure_shape(tf.stop_gradient(part), [group.size])
         self._parts[group.index] = part
-        for pair in upstream:
-            self._followers += [(site, group) for site in pair.origin]
         return tf.unstack(part)
-
-    def note_measured(self, group):
-        """Has the group's sites take part in back-off and repeated measuring."""
-        for site in group.sites:
-            self._measured[site.index] = True
 
     def cast(self, group, pair, dtype, owner, model):
         """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1)."""
         alpha, dy = pair.log2_alpha, pair.gradient
-        if self.measures(owner, dtype):
-            self.note_measured(group)
-
-            def measure(*state):
-                return self.chooser.cast(dy, alpha, *state, model=model)
-        else:
-
-            def measure(stored, retreat, frozen):
-                return self.chooser.unmeasured(alpha, stored, frozen, sites=1)
-
-        _, alpha_x, _, _, beta, inverse = self.decide(group, measure, [pair])
+        part = self.decide(
+            group,
+            [pair],
+            owner,
+            dtype,
+            lambda *state: self.chooser.cast(dy, alpha, *state, model=model),
+            lambda *state: self.chooser.unmeasured(alpha, *state, sites=1),
+        )
+        _, alpha_x, _, _, beta, inverse = part
         return Scaled(alpha_x, tf.cast(dy * beta, dtype), inverse, tuple(group.sites))
 
     def join(self, group, indices, pairs, owner, summed):
@@ -106,22 +105,15 @@ class Walk:
         dtype = pairs[0].gradient.dtype
         gradients = [pair.gradient for pair in pairs]
         alphas = [pair.log2_alpha for pair in pairs]
-        measures = self.measures(owner, dtype)
-        if measures:
-            self.note_measured(group)
-
-        def measure(*state):
-            return self.chooser.join(
-                gradients,
-                alphas,
-                *state,
-                indices=tuple(indices),
-                places=group.size - 5,
-                summed=summed,
-                measures=measures,
-            )
-
-        part = self.decide(group, measure, pairs)
+        places = {"indices": tuple(indices), "places": group.size - 5}
+        part = self.decide(
+            group,
+            pairs,
+            owner,
+            dtype,
+            lambda *state: self.chooser.join(gradients, alphas, *state, **places, summed=summed),
+            lambda *state: self.chooser.unmeasured_join(alphas, *state, **places),
+        )
         factors = [part[4 + i] for i in indices]
         scaled = [tf.cast(g, tf.float32) * f for g, f in zip(gradients, factors, strict=True)]
         if summed:

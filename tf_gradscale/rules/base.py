@@ -36,7 +36,7 @@ class Rule:
     # Whether `forward` replaces the layer's `__call__`, which would have passed masks along.
     direct = False
     # How the gradient of a cast of its inputs is distributed; `None` for the configured model.
-    cast_model = None
+    cast_model: str | None = None
 
     def __init__(self, step, registry):
         self.step = step

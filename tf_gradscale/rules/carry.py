@@ -75,21 +75,16 @@ class Measured(Carry):
         if not xs or not walk.chooser.placement.balanced:
             return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)
         alpha, dys = pair.log2_alpha, pair.gradient
-        if walk.measures(self.step, dys[0].dtype):
-            walk.note_measured(self.group)
 
-            def measure(*state):
-                _, *trial = super(Measured, self)._scaled_vjp(tape, ys, xs, variables, pair, walk)
-                dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
-                if not dxs:
-                    return walk.chooser.unmeasured(alpha, state[0], state[2], sites=1)
-                return walk.chooser.measured(dxs, dys, dvs, alpha, *state)
-        else:
+        def measure(*state):
+            _, *trial = super(Measured, self)._scaled_vjp(tape, ys, xs, variables, pair, walk)
+            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
+            return walk.chooser.measured(dxs or dys, dys, dvs, alpha, *state)
 
-            def measure(stored, retreat, frozen):
-                return walk.chooser.unmeasured(alpha, stored, frozen, sites=1)
+        def keep(*state):
+            return walk.chooser.unmeasured(alpha, *state, sites=1)
 
-        part = walk.decide(self.group, measure, [pair])
+        part = walk.decide(self.group, [pair], self.step, dys[0].dtype, measure, keep)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
         return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)

@@ -112,22 +112,19 @@ class Gemm(Rule):
         alpha, dz = pair.log2_alpha, pair.gradient
         weight = tf.convert_to_tensor(variable_value(product.kernel))
         casts = len(group.sites) == 3
-        if walk.measures(self.step, x.dtype):
-            walk.note_measured(group)
 
-            def measure(*state):
-                axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
-                log2_n = tf.constant(math.log2(product.n), tf.float32)
-                given = dz, x, weight, log2_n, alpha
-                if casts:
-                    return walk.chooser.cast_gemm(*given, *state, **axes, model=self.step.cast[1])
-                return walk.chooser.gemm(*given, *state, **axes)
-        else:
+        def measure(*state):
+            log2_n = tf.constant(math.log2(product.n), tf.float32)
+            given = dz, x, weight, log2_n, alpha
+            axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
+            if casts:
+                return walk.chooser.cast_gemm(*given, *state, **axes, model=self.step.cast[1])
+            return walk.chooser.gemm(*given, *state, **axes)
 
-            def measure(stored, retreat, frozen):
-                return walk.chooser.unmeasured_gemm(alpha, stored, frozen, casts=casts)
+        def keep(*state):
+            return walk.chooser.unmeasured_gemm(alpha, *state, casts=casts)
 
-        part = walk.decide(group, measure, [pair])
+        part = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
         sites = len(group.sites)
         alpha_x, inverse_w, inverse = part[2 * sites - 1], part[-2], part[-1]
         factors = part[3 * sites + 1 : 4 * sites + 1]
