@@ -1,0 +1,225 @@
+"""The rules for products and normalisations, layer by layer, against the layers themselves."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_gradscale as gs
+from tf_gradscale.rules import gemm, normalization
+
+layers = keras.layers
+
+# Constructor and input shape without the batch.
+PRODUCTS = {
+    "dense": (lambda: layers.Dense(5, activation="relu"), (4,)),
+    "dense_on_a_sequence": (lambda: layers.Dense(3, use_bias=False), (6, 4)),
+    "dense_on_a_map": (lambda: layers.Dense(3, activation="tanh"), (4, 3, 2)),
+    "einsum": (lambda: layers.EinsumDense("ab,bc->ac", 5, bias_axes="c"), (4,)),
+    "einsum_of_two_axes": (
+        lambda: layers.EinsumDense("abcd,cdef->abef", (None, 2, 3), bias_axes="ef"),
+        (5, 4, 2),
+    ),
+    "einsum_over_positions": (
+        lambda: layers.EinsumDense("abc,bd->adc", (5, 3), bias_axes="d", activation="gelu"),
+        (4, 3),
+    ),
+    "einsum_ellipsis": (lambda: layers.EinsumDense("...b,bc->...c", 5), (6, 4)),
+    "einsum_transposed": (lambda: layers.EinsumDense("abc,dc->adb", (5, 6)), (6, 4)),
+    "conv1d": (lambda: layers.Conv1D(5, 3, padding="same", activation="relu"), (12, 4)),
+    "conv1d_causal": (lambda: layers.Conv1D(3, 3, padding="causal", dilation_rate=2), (16, 2)),
+    "conv1d_stride": (lambda: layers.Conv1D(3, 2, 2, padding="valid"), (12, 2)),
+    "conv2d": (lambda: layers.Conv2D(4, 3), (9, 10, 3)),
+    "conv2d_1x1_stride": (lambda: layers.Conv2D(4, 1, 2, padding="same"), (8, 8, 3)),
+    "conv2d_stride": (lambda: layers.Conv2D(4, (3, 2), (2, 1), padding="same"), (12, 12, 2)),
+    "conv2d_dilated": (lambda: layers.Conv2D(3, 3, dilation_rate=2, padding="same"), (14, 14, 2)),
+    "conv2d_groups": (lambda: layers.Conv2D(6, 3, groups=2, padding="same"), (9, 9, 4)),
+    "conv2d_channels_first": (
+        lambda: layers.Conv2D(4, 3, groups=2, data_format="channels_first", activation="relu"),
+        (4, 10, 8),
+    ),
+    "conv3d": (lambda: layers.Conv3D(3, 2, padding="same"), (5, 5, 5, 2)),
+    "conv1d_transpose": (lambda: layers.Conv1DTranspose(3, 3, 2, padding="same"), (8, 2)),
+    "conv2d_transpose": (
+        lambda: layers.Conv2DTranspose(3, 3, 2, activation="relu"),
+        (6, 6, 2),
+    ),
+    "conv2d_transpose_output_padding": (
+        lambda: layers.Conv2DTranspose(3, 3, 2, padding="same", output_padding=1),
+        (6, 6, 2),
+    ),
+    "conv3d_transpose": (lambda: layers.Conv3DTranspose(2, 2, 2), (3, 3, 3, 2)),
+    "depthwise1d": (lambda: layers.DepthwiseConv1D(3, depth_multiplier=2), (10, 3)),
+    "depthwise2d": (
+        lambda: layers.DepthwiseConv2D(3, 2, padding="same", activation="relu"),
+        (12, 12, 3),
+    ),
+    "depthwise2d_dilated": (
+        lambda: layers.DepthwiseConv2D(2, depth_multiplier=2, dilation_rate=2, padding="same"),
+        (10, 10, 3),
+    ),
+    "separable1d": (lambda: layers.SeparableConv1D(5, 3, padding="same"), (10, 3)),
+    "separable2d": (
+        lambda: layers.SeparableConv2D(5, 3, 2, depth_multiplier=2, activation="tanh"),
+        (13, 13, 3),
+    ),
+}
+NORMALIZATIONS = {
+    "batch": (lambda: layers.BatchNormalization(), (6, 5, 4)),
+    "batch_of_vectors": (lambda: layers.BatchNormalization(scale=False), (4,)),
+    "batch_channels_first": (lambda: layers.BatchNormalization(axis=1, center=False), (4, 5, 3)),
+    "layer": (lambda: layers.LayerNormalization(), (6, 4)),
+    "layer_of_two_axes": (lambda: layers.LayerNormalization(axis=(1, 2)), (6, 4)),
+    "group": (lambda: layers.GroupNormalization(2), (5, 5, 4)),
+    "group_channels_first": (lambda: layers.GroupNormalization(2, axis=1), (4, 5, 5)),
+    "rms": (lambda: layers.RMSNormalization(), (6, 4)),
+}
+BATCH = 8
+
+
+def normal(shape, seed):
+    """Random values that float16 holds, so that both precisions start from the same."""
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return tf.constant(values.astype("float16").astype("float32"))
+
+
+def build(name, policy):
+    """A model of the one layer, with the same weights in every call, and a batch for it."""
+    make, shape = {**PRODUCTS, **NORMALIZATIONS}[name]
+    with gs.policy_scope(policy):
+        inputs = keras.Input(shape)
+        model = keras.Model(inputs, make()(inputs))
+    for i, variable in enumerate(model.trainable_variables):
+        # Those of one dimension keep the mean that the layer gives them.
+        mean = variable if len(variable.shape) == 1 else 0.0
+        variable.assign(mean + 0.5 * normal(variable.shape, i))
+    return model, normal((BATCH, *shape), 100)
+
+
+def test_every_layer_of_the_tables_is_tested():
+    kinds = {type(make()) for make, _ in PRODUCTS.values()}
+    assert kinds == set(gemm.PRODUCTS)
+    assert {type(make()) for make, _ in NORMALIZATIONS.values()} == set(normalization.LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        *[(name, None) for name in PRODUCTS],
+        *[(name, training) for name in NORMALIZATIONS for training in (False, True)],
+    ],
+)
+def test_forward_is_the_layers_own(name, training):
+    model, x = build(name, "mixed_float16")
+    state = [v.numpy() for v in model.non_trainable_variables]
+    wanted = model(x, training=training)
+    wanted_state = [v.numpy() for v in model.non_trainable_variables]
+    for variable, value in zip(model.non_trainable_variables, state, strict=True):
+        variable.assign(value)
+    found = gs.convert(model)(x, training=training)
+    assert wanted.dtype == tf.float16
+    np.testing.assert_array_equal(found, tf.cast(wanted, tf.float32))
+    # Moving statistics are updated alike.
+    for variable, value in zip(model.non_trainable_variables, wanted_state, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+def gradients(model, x, weights):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value = tf.reduce_sum(tf.cast(model(x, training=True), tf.float32) * weights)
+    return tape.gradient(value, [x, *[v.value for v in model.trainable_variables]])
+
+
+def error(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def gradient_error(name, converted):
+    """The largest error of a float16 gradient, where true ones are about 2^-22."""
+    model, x = build(name, "mixed_float16")
+    reference, _ = build(name, "float32")
+    weights = 2.0**-22 * normal(reference(x).shape, 101)
+    found = gradients(gs.convert(model) if converted else model, x, weights)
+    wanted = gradients(reference, x, weights)
+    return max(error(f, w) for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, *NORMALIZATIONS])
+def test_float16_gradients_are_close_to_float32(name):
+    assert gradient_error(name, converted=True) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["dense", "conv2d", "separable2d", "layer"])
+def test_without_scaling_they_are_not(name):
+    assert gradient_error(name, converted=False) > 5e-2
+
+
+# --- Products ------------------------------------------------------------------------------------
+
+
+def interior(gradient, layer):
+    """Entries that no border touches, over whole periods of the strides."""
+    for i in range(getattr(layer, "rank", 0)):
+        axis = i + (2 if layer.data_format == "channels_first" else 1)
+        strides = keras.tree.flatten(layer.strides)
+        period = 1 if "Transpose" in type(layer).__name__ else strides[i % len(strides)]
+        dilation = keras.tree.flatten(layer.dilation_rate)[0]
+        margin = dilation * (layer.kernel_size[i] - 1)
+        count = (gradient.shape[axis] - 2 * margin) // period * period
+        assert count > 0
+        gradient = np.take(gradient, range(margin, margin + count), axis)
+    return gradient
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_accumulation_length(name):
+    """With kernels of ones, ∇X counts the products that are summed into it."""
+    make, shape = PRODUCTS[name]
+    layer = make()
+    layer.activation = None
+    x = tf.ones((2, *shape))
+    layer.build(x.shape)
+    for variable in layer.trainable_variables:
+        variable.assign(tf.ones_like(variable.value))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(layer(x))
+    counted = interior(tape.gradient(total, x).numpy(), layer)
+    products = gemm.PRODUCTS[type(layer)](layer)
+    assert np.prod([product.n for product in products]) == pytest.approx(counted.mean())
+
+
+def test_separable_convolutions_are_two_products():
+    layer = layers.SeparableConv2D(7, (3, 5), strides=2, depth_multiplier=4)
+    layer.build((None, 16, 16, 3))
+    depthwise, pointwise = gemm.PRODUCTS[type(layer)](layer)
+    assert depthwise.kernel is layer.depthwise_kernel
+    assert pointwise.kernel is layer.pointwise_kernel
+    # 3·5 kernel positions, of which a stride of 2×2 reaches a quarter; 4 channels each.
+    assert (depthwise.n, pointwise.n) == (15 / 4 * 4, 7)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_kernel_gradients_are_bounded_by_the_channels(name):
+    """max|∇W| ≤ max‖x_i‖·max‖∇y_j‖ over the channel axes that the product names (for β_W)."""
+    model, x = build(name, "float32")
+    layer = model.layers[-1]
+
+    def largest_norm(tensor, axis):
+        squares = np.square(tensor.numpy(), dtype="float64")
+        if axis is None:
+            return np.sqrt(squares.sum())
+        return np.sqrt(np.moveaxis(squares, axis, 0).reshape(tensor.shape[axis], -1).sum(1).max())
+
+    for product in gemm.PRODUCTS[type(layer)](layer):
+        kernel = tf.convert_to_tensor(product.kernel.value)
+        with tf.GradientTape() as tape:
+            tape.watch(kernel)
+            y = product.apply(x, kernel)
+            weights = normal(y.shape, 102)
+            value = tf.reduce_sum(y * weights)
+        found = np.abs(tape.gradient(value, kernel)).max()
+        bound = largest_norm(x, product.x_axis) * largest_norm(weights, product.y_axis)
+        assert found <= bound * (1 + 1e-5)
+        x = y
