@@ -1,5 +1,7 @@
 """A gradient-scaled layer, for use inside any Keras model."""
 
+import types
+
 import keras
 
 from tf_gradscale.graph import function_of, scope_dtype, trace
@@ -62,28 +64,30 @@ class GradientScaled(keras.layers.Layer):
             )
             function = keras.Model(shapes, self.layer(shapes))
         check_layers(self.layer)
-        # The region's scales are no weights of the layer.
+        # The region's scales are no weights of the layer. Neither tracked by Keras nor a container,
+        # which saving would walk into.
         region = Region(trace(function, scope_dtype(self.layer)), self.config)
-        object.__setattr__(self, "_scaling", {"function": function, "region": region})
+        state = types.SimpleNamespace(function=function, region=region)
+        object.__setattr__(self, "_scaling", state)
         super().build(input_shape)
 
     @property
     def scales(self):
         """The `ScaleRegistry`."""
-        return self._scaling["region"].scales
+        return self._scaling.region.scales
 
     def call(self, inputs, training=None):
         """Runs the wrapped layer."""
         if is_plain_forward():
-            outputs = self._scaling["function"](inputs, training=training)
+            outputs = self._scaling.function(inputs, training=training)
             return keras.tree.map_structure(_to_float32, outputs)
-        outputs = self._scaling["region"](keras.tree.flatten(inputs), training)
-        outputs = keras.tree.pack_sequence_as(self._scaling["function"].output, outputs)
+        outputs = self._scaling.region(keras.tree.flatten(inputs), training)
+        outputs = keras.tree.pack_sequence_as(self._scaling.function.output, outputs)
         return outputs
 
     def compute_output_spec(self, inputs, training=None):
         """The wrapped layer's, in float32."""
-        spec = self._scaling["function"].compute_output_spec(inputs)
+        spec = self._scaling.function.compute_output_spec(inputs)
         return keras.tree.map_structure(
             lambda kt: keras.KerasTensor(kt.shape, "float32" if "float" in kt.dtype else kt.dtype),
             spec,
