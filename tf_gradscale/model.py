@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 
 import keras
 
@@ -42,12 +43,14 @@ class _GradientScaling:
     is_gradient_scaled = True
 
     def _set_up(self, config):
-        object.__setattr__(self, "_gradscale", {"config": config, "function": None})
+        # Neither tracked by Keras nor a container, which saving would walk into.
+        state = types.SimpleNamespace(config=config, function=None, region=None)
+        object.__setattr__(self, "_gradscale", state)
 
     @property
     def config(self):
         """The `GradScaleConfig`."""
-        return self._gradscale["config"]
+        return self._gradscale.config
 
     @property
     def scales(self):
@@ -62,11 +65,12 @@ class _GradientScaling:
                 f"Model '{self.name}' must know its input shape before its gradients can be "
                 "scaled. Start it with a keras.Input, or build it. Received: an unbuilt Sequential"
             )
-        if self._gradscale["function"] is not function:
+        if self._gradscale.function is not function:
             check_layers(self)
             graph = trace(function, scope_dtype(self))
-            self._gradscale.update(function=function, region=Region(graph, self.config))
-        return self._gradscale["region"]
+            self._gradscale.function = function
+            self._gradscale.region = Region(graph, self.config)
+        return self._gradscale.region
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         if _mode.plain or function_of(self) is None:
@@ -106,7 +110,9 @@ class _GradientScaling:
 
     def export(self, *args, **kwargs):
         """As `keras.Model.export`: only the plain forward graph is exported."""
-        return strip(self).export(*args, **kwargs)
+        # Nested models and layers of this package run plainly as well.
+        with _plain_forward():
+            return strip(self).export(*args, **kwargs)
 
     def get_config(self):
         return {**super().get_config(), "config": keras.saving.serialize_keras_object(self.config)}
@@ -144,7 +150,9 @@ class Model(_GradientScaling, keras.Model):
         IJCAI 2020.
     """
 
-    def __init__(self, inputs=None, outputs=None, name=None, config=None, **kwargs):
+    # `config` is keyword-only: Keras saves and revives the graph of a class of one's own only if
+    # the positional arguments are those of its Functional model.
+    def __init__(self, inputs=None, outputs=None, name=None, *, config=None, **kwargs):
         if inputs is None or outputs is None:
             raise TypeError(
                 f"{type(self).__name__} needs `inputs` and `outputs`, made with keras.Input and "
