@@ -114,11 +114,12 @@ class Region:
                 return outputs, grad
 
             outputs = run(*inputs)
-        for y, mask in zip(outputs, made_masks, strict=True):
-            _set_mask(y, mask)
-        return [
+        outputs = [
             y if head is None else head(y) for y, head in zip(outputs, self.graph.head, strict=True)
         ]
+        for y, mask in zip(outputs, made_masks, strict=True):
+            _set_mask(y, mask)
+        return outputs
 
     def _forward(self, xs, training):
         """Runs all steps. Returns the tensors by id, and each step's record."""
