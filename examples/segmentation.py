@@ -58,7 +58,7 @@ class Run(NamedTuple):
     steps_lost: int
     cast_lost: float  # share of the gradient's entries lost at the cast, at the end of training
     seconds: float
-    maps: np.ndarray  # predicted labels of the first validation images
+    maps: np.ndarray  # predicted labels of the validation images that are shown
     scales: list  # (name, kind, local scale, cumulative scale) of every site; gradient scaling only
 
 
@@ -157,7 +157,7 @@ def train(method, args, data):
         if method == "float32"
         else share_lost(gradient, scale_at_cast(model, method)),
         seconds=seconds,
-        maps=np.argmax(model(data.x_val[: segmentation_figure.EXAMPLES]), axis=-1),
+        maps=np.argmax(model(data.x_val[segmentation_figure.examples(data)]), axis=-1),
         scales=[
             (site.name, site.kind, site.scale, site.cumulative_scale)
             for site in getattr(model, "scales", ())

@@ -16,7 +16,7 @@ from PIL import Image
 # The classes of CamVid as labelled for SegNet, which writes 11 for unlabelled.
 CAMVID_CLASSES = (
     *("sky", "building", "pole", "road", "pavement", "tree"),
-    *("sign", "fence", "car", "pedestrian", "bicyclist"),
+    *("sign_symbol", "fence", "car", "pedestrian", "bicyclist"),
 )
 VOID = 255  # what many data sets write for unlabelled
 SPLITS = ("train", "val", "test")

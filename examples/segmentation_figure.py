@@ -25,7 +25,7 @@ CLASS_COLOURS = {
     "road": (110, 70, 130),
     "pavement": (240, 150, 200),
     "tree": (60, 140, 40),
-    "sign": (220, 220, 160),
+    "sign_symbol": (220, 220, 160),
     "fence": (90, 80, 60),
     "car": (20, 40, 170),
     "pedestrian": (255, 90, 0),
@@ -33,6 +33,11 @@ CLASS_COLOURS = {
 }
 UNLABELLED_COLOUR = (225, 225, 225)
 EXAMPLES = 3  # validation images shown
+
+
+def examples(data):
+    """Returns the indices of the validation images that are shown, spread over all of them."""
+    return np.linspace(0, len(data.x_val) - 1, min(EXAMPLES, len(data.x_val))).astype(int)
 
 
 def class_colours(classes):
@@ -44,7 +49,7 @@ def class_colours(classes):
 
 def draw(path, data, runs):
     """Draws the picture of the runs and writes it to `path`."""
-    rows, columns = min(EXAMPLES, len(data.x_val)), 2 + len(runs)
+    rows, columns = len(examples(data)), 2 + len(runs)
     scales = next((run.scales for run in runs if run.scales), None)
     heights = [3, 3.6 if scales else 0.01, 0.6 + 1.9 * rows]
     figure = plt.figure(figsize=(15, sum(heights)), layout="constrained")
@@ -65,7 +70,7 @@ def _draw_curves(axes, runs):
         loss.plot(epochs, run.history["cross_entropy"], **style)
         miou.plot(epochs, run.history["val_miou"], label=run.method, **style)
     loss.set(title="Training loss (cross-entropy per pixel)", xlabel="epoch", yscale="log")
-    loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    loss.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     loss.yaxis.set_major_formatter("{x:g}")
     loss.yaxis.set_minor_formatter(NullFormatter())
     miou.set(title="Validation mIoU", xlabel="epoch", ylim=(0, None))
@@ -105,16 +110,14 @@ def _draw_scales(axis, sites):
 
 def _draw_maps(figure, axes, data, runs):
     palette = class_colours(data.classes)
-    for row, line in enumerate(axes):
-        maps = [data.y_val[row], *(run.maps[row] for run in runs)]
-        unlabelled = data.y_val[row] == len(data.classes)
-        for column, axis in enumerate(line):
-            if column == 0:
-                axis.imshow(data.x_val[row])
-            else:
-                shown = np.where(unlabelled, len(data.classes), maps[column - 1])
-                axis.imshow(palette[shown], interpolation="nearest")
-            axis.axis("off")
+    for row, index in enumerate(examples(data)):
+        truth = data.y_val[index]
+        axes[row, 0].imshow(data.x_val[index])
+        for axis, labels in zip(axes[row, 1:], (truth, *(r.maps[row] for r in runs)), strict=True):
+            shown = np.where(truth == len(data.classes), truth, labels)
+            axis.imshow(palette[shown], interpolation="nearest")
+    for axis in axes.flat:
+        axis.axis("off")
     for axis, name in zip(axes[0], ("image", "truth", *(r.method for r in runs)), strict=True):
         axis.set_title(name)
     figure.legend(
