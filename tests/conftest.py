@@ -55,9 +55,15 @@ def run(mode):
     return MODES[mode]
 
 
+@pytest.fixture(scope="session")
+def mirrored():
+    """Two CPU devices. One object for all tests: a second one would use its collectives' names."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 @pytest.fixture(params=["one", "mirrored"])
 def strategy(request):
     """One device, or two CPU devices (on which XLA fails for plain Keras too)."""
     if request.param == "one":
         return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    return request.getfixturevalue("mirrored")
