@@ -164,7 +164,9 @@ def _openable(node, arguments):
         return None
     # The inner function takes its inputs flat and in order, with the ranks it was built for, and
     # nothing but `training` besides; anything else is left to the model's own call.
-    others = set(node.arguments.kwargs) - {"training"}
+    kwargs = node.arguments.kwargs
+    given = {key for key in kwargs if any(x is not None for x in keras.tree.flatten(kwargs[key]))}
+    others = given - {"training"}
     same = len(arguments) == len(inner.inputs) == len(node.input_tensors)
     if others or not same or len(node.arguments.args) != 1:
         return None
