@@ -57,47 +57,50 @@ class Chooser:
         state = _State(stored, retreat, frozen)
         squares = sum_squares(dy, dy_axis)
         total = tf.reduce_sum(squares)
-        logs = _Logs(dy, x, kernel, squares, total, x_axis, self.placement.balanced)
-        scales = self._product(logs, log2_n, 0.0, alpha, total, state, 0)
-        return _part([scales], total)
+        # The balanced placement takes the room of the distribution for max|∇Y|.
+        largest = total if self.placement.balanced else max_abs(dy)
+        logs = _Logs(dy, x, kernel, squares, total, x_axis, largest)
+        beta, beta_w = self._product(logs, log2_n, 0.0, state.retreat[1]), tf.constant(0.0)
+        if self.placement.balanced:
+            beta_w = self.placement.variable(logs.norm_dy, logs.norm_x)
+        magnitudes = [total, total * logs.total_w]
+        return _part([self._settle([beta_w, beta], magnitudes, total, alpha, state, 0)], total)
 
     def _cast_gemm(self, dy, *args, dy_axis, x_axis, model):
-        """A cast and the product behind it. Sites: cast, kernel, input."""
+        """A cast and the product behind it. Sites: cast, input.
+
+        The kernel's gradient is taken at the scale of the cast, which leaves room for it: there
+        is no β_W, and no second copy of ∇Y to multiply by it.
+        """
         x, kernel, log2_n, alpha, stored, retreat, frozen = args
         state = _State(stored, retreat, frozen)
         largest = max_abs(dy)
-        if model == "normal":
-            # Statistics of ∇Y serve for both: the scale of the cast shifts them.
-            squares = sum_squares(dy, dy_axis)
-            total = tf.reduce_sum(squares)
-            logs = _Logs(dy, x, kernel, squares, total, x_axis, True, largest)
+        if model == "normal" and self.placement.balanced:
+            # ∇Y comes scaled, so that its squares are no problem: they serve for both.
+            dz, trial = dy, tf.constant(0.0)
+        else:
+            wanted = trial = self.placement.cast(dy, largest, model, state.retreat[0])
+            dz = dy * exp2(trial)
+        squares = sum_squares(dz, dy_axis)
+        total = tf.reduce_sum(squares)
+        logs = _Logs(dz, x, kernel, squares, total, x_axis, largest if dz is dy else max_abs(dz))
+        if dz is dy:
             lower, _ = self.placement.normal_bounds(logs.sigma_dy)
             upper = self.placement.log2_largest - logs.max_dy
             wanted = self.placement.place(lower, upper, state.retreat[0])
-            first = self._settle([wanted], [largest], largest, alpha, state, 0)
-            shift = first.local[0]
-        else:
-            wanted = self.placement.cast(dy, largest, model, state.retreat[0])
-            first = self._settle([wanted], [largest], largest, alpha, state, 0)
-            # Measured in float32 as if it were cast; squares of 1e-20 would be zero.
-            dz = dy * exp2(first.local)
-            squares = sum_squares(dz, dy_axis)
-            total = tf.reduce_sum(squares)
-            logs = _Logs(dz, x, kernel, squares, total, x_axis, self.placement.balanced)
-            shift = 0.0
-        rest = self._product(logs, log2_n, shift, first.cumulative, total, state, 1)
+        if self.placement.balanced:
+            wanted = tf.minimum(wanted, trial + self.placement.variable(logs.norm_dy, logs.norm_x))
+        first = self._settle([wanted], [largest], largest, alpha, state, 0)
+        shift = first.local[0] - trial
+        beta = self._product(logs, log2_n, shift, state.retreat[1])
+        magnitudes = [largest * logs.total_w]
+        rest = self._settle([beta], magnitudes, largest, first.cumulative, state, 1)
         return _part([first, rest], largest)
 
-    def _product(self, logs, log2_n, shift, alpha, total, state, first):
-        """The scales of a product, whose ∇Y is 2^shift times what `logs` and `total` are of."""
+    def _product(self, logs, log2_n, shift, retreat):
+        """log2 β of a product, whose ∇Y is 2^shift times the one that `logs` are of."""
         sigma_dy, max_dy = logs.sigma_dy + shift, logs.max_dy + shift
-        retreat = state.retreat[first + 1]
-        beta = self.placement.gemm(log2_n, sigma_dy, logs.sigma_w, max_dy, logs.max_w, retreat)
-        beta_w = tf.constant(0.0)
-        if self.placement.balanced:
-            beta_w = self.placement.variable(logs.norm_dy + shift, logs.norm_x)
-        magnitudes = [total, total * logs.total_w]
-        return self._settle([beta_w, beta], magnitudes, total, alpha, state, first)
+        return self.placement.gemm(log2_n, sigma_dy, logs.sigma_w, max_dy, logs.max_w, retreat)
 
     def _cast(self, dy, alpha, stored, retreat, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
@@ -140,12 +143,12 @@ class Chooser:
         return _part([self._keep(sites, alpha, _State(stored, None, frozen), 0)], 1.0)
 
     def _unmeasured_gemm(self, alpha, stored, frozen, casts):
-        """The same for a product, whose second scale comes after that of its cast."""
+        """The same for a product; behind a cast, the second scale comes on top of the first."""
         state = _State(stored, None, frozen)
         if not casts:
             return _part([self._keep(2, alpha, state, 0)], 1.0)
         first = self._keep(1, alpha, state, 0)
-        return _part([first, self._keep(2, first.cumulative, state, 1)], 1.0)
+        return _part([first, self._keep(1, first.cumulative, state, 1)], 1.0)
 
     def _settle(self, wanted, magnitudes, given, alpha, state, first):
         """Scales from what was estimated.
@@ -208,11 +211,8 @@ class _Lazy:
 class _Logs:
     """Statistics of a product's operands, as log2: all logarithms are taken at once."""
 
-    def __init__(self, dy, x, kernel, squares, total, x_axis, balanced, largest=None):
+    def __init__(self, dy, x, kernel, squares, total, x_axis, largest):
         self.total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
-        if largest is None:
-            # The balanced placement takes the room of the distribution for max|∇Y|.
-            largest = total if balanced else max_abs(dy)
         norm_dy, norm_x, total_dy, size_dy, total_w, size_w, self.max_w, self.max_dy = log2_all(
             tf.reduce_max(squares),
             tf.reduce_max(sum_squares(x, x_axis)),

@@ -45,11 +45,12 @@ class Gemm(Rule):
         for i, product in reversed(list(enumerate(self.products))):
             label = product.kernel.name
             operand = "input" if i == 0 else f"{label}_input"
-            names = [(f"{step.name}/{label}", "variable"), (f"{step.name}/{operand}", "gemm")]
+            # Before the product's own β stands β_W, or the cast that leaves room for ∇W.
+            first = (f"{step.name}/{label}", "variable")
             if step.cast and i == len(self.products) - 1:
-                names.insert(0, (step.cast[0], "cast"))
-            # β_W and β, 1/(αβ_W) and 1/(αβ); before them those of the cast.
-            self.groups.insert(0, registry.add_group(names, 2 * len(names)))
+                first = (step.cast[0], "cast")
+            names = [first, (f"{step.name}/{operand}", "gemm")]
+            self.groups.insert(0, registry.add_group(names, 4))
 
     @classmethod
     def takes(cls, operation):
@@ -111,7 +112,7 @@ class Gemm(Rule):
         x, kernel, tape, y = stage
         alpha, dz = pair.log2_alpha, pair.gradient
         weight = tf.convert_to_tensor(variable_value(product.kernel))
-        casts = len(group.sites) == 3
+        casts = group.sites[0].kind == "cast"
 
         def measure(*state):
             log2_n = tf.constant(math.log2(product.n), tf.float32)
@@ -125,14 +126,13 @@ class Gemm(Rule):
             return walk.chooser.unmeasured_gemm(alpha, *state, casts=casts)
 
         part = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
-        sites = len(group.sites)
-        alpha_x, inverse_w, inverse = part[2 * sites - 1], part[-2], part[-1]
-        factors = part[3 * sites + 1 : 4 * sites + 1]
+        alpha_x, beta_w, beta, inverse_w, inverse = part[3], *part[7:]
         if casts:
-            dz = tf.cast(dz * factors.pop(0), x.dtype)
-        beta_w, beta = factors
+            dz = dz_w = tf.cast(dz * beta_w, x.dtype)
+        else:
+            dz_w = multiply(dz, beta_w)
         if product.kernel.trainable:
-            dw = tape.gradient(y, kernel, output_gradients=multiply(dz, beta_w))
+            dw = tape.gradient(y, kernel, output_gradients=dz_w)
             walk.add(product.kernel, dw, inverse_w)
         with tf.GradientTape() as again:
             again.watch(x)
