@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tf_gradscale.rules.base import Rule, Scaled, variable_value
-from tf_gradscale.tensors import multiply
+from tf_gradscale.tensors import cast, multiply
 
 
 class Carry(Rule):
@@ -73,11 +73,11 @@ class Measured(Carry):
 
     def _scaled_vjp(self, tape, ys, xs, variables, pair, walk):
         if not xs or not walk.chooser.placement.balanced:
-            return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)
+            return self._declared_vjp(tape, ys, xs, variables, pair, walk)
         alpha, dys = pair.log2_alpha, pair.gradient
 
         def measure(*state):
-            _, *trial = super(Measured, self)._scaled_vjp(tape, ys, xs, variables, pair, walk)
+            _, *trial = self._declared_vjp(tape, ys, xs, variables, pair, walk)
             dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
             return walk.chooser.measured(dxs or dys, dys, dvs, alpha, *state)
 
@@ -87,7 +87,13 @@ class Measured(Carry):
         part = walk.decide(self.group, [pair], self.step, dys[0].dtype, measure, keep)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
-        return super()._scaled_vjp(tape, ys, xs, variables, pair, walk)
+        return self._declared_vjp(tape, ys, xs, variables, pair, walk)
+
+    def _declared_vjp(self, *args):
+        """The vjp in the dtypes that TensorFlow declares: XLA's bilinear resizing makes float32."""
+        pair, dxs, dvs = super()._scaled_vjp(*args)
+        dxs = [None if dx is None else cast(cast(dx, tf.float32), dx.dtype) for dx in dxs]
+        return pair, dxs, dvs
 
 
 def _dense(gradient):
