@@ -13,6 +13,7 @@ from tf_gradscale.graph import function_of, scope_dtype, trace
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
+from tf_gradscale.registry import autocast_off
 
 
 class _Mode(threading.local):
@@ -285,10 +286,13 @@ def check_layers(model):
     """Refuses layers that keep weights in 16 bits: an update smaller than half a unit is lost."""
     for layer in model._flatten_layers():
         for variable in layer.trainable_variables:
-            if variable.dtype in ("float16", "bfloat16"):
+            # Within a layer's call, `dtype` is what a variable is cast to.
+            with autocast_off():
+                dtype = variable.dtype
+            if dtype in ("float16", "bfloat16"):
                 raise ValueError(
-                    f"Layer '{layer.name}' keeps its weights in {variable.dtype}, in which small "
-                    "updates are lost; weights must be float32. Give the layer "
-                    f'dtype="mixed_{variable.dtype}" instead of dtype="{variable.dtype}". '
-                    f"Received: variable '{variable.path}' of dtype {variable.dtype}"
+                    f"Layer '{layer.name}' keeps its weights in {dtype}, in which small updates "
+                    "are lost; weights must be float32. Give the layer "
+                    f'dtype="mixed_{dtype}" instead of dtype="{dtype}". '
+                    f"Received: variable '{variable.path}' of dtype {dtype}"
                 )
