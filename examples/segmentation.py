@@ -116,10 +116,8 @@ def share_lost(gradient, scale):
 def scale_at_cast(model, method):
     """Returns the scale with which the gradient passes the cast before the softmax."""
     if method == "gradient-scaling":
-        # Sites are in the order of backpropagation: the last cast before the logits' layer.
-        names = [site.name for site in model.scales]
-        sites = list(model.scales)[: names.index("logits/kernel")]
-        return [site.cumulative_scale for site in sites if site.kind == "cast"][-1]
+        # Sites are in the order of backpropagation: the first cast is the one before the softmax.
+        return next(site.cumulative_scale for site in model.scales if site.kind == "cast")
     return float(getattr(model.optimizer, "dynamic_scale", 1))
 
 

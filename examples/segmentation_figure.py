@@ -92,6 +92,8 @@ def _draw_scales(axis, sites):
         (~weights, "o", "cumulative scale α of an activation's gradient"),
         (weights, "^", "cumulative scale of a weight's gradient"),
     ):
+        if not chosen.any():
+            continue
         axis.plot(
             x[chosen],
             np.log2(cumulative)[chosen],

@@ -294,6 +294,23 @@ def test_lost_steps_are_those_that_change_nothing(models, method):
     assert lost == (0 if method == "float32" else 2)
 
 
+def test_scale_at_cast_is_the_methods_own(models):
+    for method in ("loss-scaling", "gradient-scaling"):
+        models[method].optimizer.build(models[method].trainable_variables)
+    models["gradient-scaling"].scales.freeze(lambda site: 8.0 if site.kind == "cast" else 1.0)
+    images = np.zeros((1, *SIZE, 3), np.uint8)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(models["gradient-scaling"](images, training=True)[..., 0])
+    tape.gradient(loss, models["gradient-scaling"].trainable_variables)
+    scales = {m: segmentation.scale_at_cast(model, m) for m, model in models.items()}
+    assert scales == {
+        "float32": 1,
+        "float16": 1,
+        "loss-scaling": 2.0**15,
+        "gradient-scaling": 8,  # the first cast on the way back, not the product of several
+    }
+
+
 # Output.
 
 
