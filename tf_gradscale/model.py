@@ -286,9 +286,9 @@ def check_layers(model):
     """Refuses layers that keep weights in 16 bits: an update smaller than half a unit is lost."""
     for layer in model._flatten_layers():
         for variable in layer.trainable_variables:
-            # Within a layer's call, `dtype` is what a variable is cast to.
+            # `variable.dtype` would be what it is cast to, within a layer's call and in this scope.
             with autocast_off():
-                dtype = variable.dtype
+                dtype = variable.value.dtype.name
             if dtype in ("float16", "bfloat16"):
                 raise ValueError(
                     f"Layer '{layer.name}' keeps its weights in {dtype}, in which small updates "
