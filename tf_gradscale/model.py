@@ -284,7 +284,8 @@ def strip(model):
 
 def check_layers(model):
     """Refuses layers that keep weights in 16 bits: an update smaller than half a unit is lost."""
-    for layer in model._flatten_layers():
+    # Inner layers first, so that the one to be changed is named and not the model around it.
+    for layer in reversed(list(model._flatten_layers())):
         for variable in layer.trainable_variables:
             # `variable.dtype` would be what it is cast to, within a layer's call and in this scope.
             with autocast_off():
