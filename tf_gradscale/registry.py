@@ -295,8 +295,8 @@ class ScaleRegistry:
             unknown = sorted(set(scales) - {site.name for site in self._sites})
             if unknown:
                 raise ValueError(
-                    "`freeze` takes local scales by site name; these are no sites of the model: "
-                    f"{unknown}. Its sites: {[site.name for site in self._sites]}"
+                    "`freeze` takes local scales by the names of sites, of which the model has "
+                    f"{[site.name for site in self._sites]}. Received besides: {unknown}"
                 )
         for site, position in zip(self._sites, self.positions("local"), strict=True):
             if scales is None or (not callable(scales) and site.name not in scales):
