@@ -126,7 +126,8 @@ class Gemm(Rule):
             return walk.chooser.unmeasured_gemm(alpha, *state, casts=casts)
 
         part = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
-        alpha_x, beta_w, beta, inverse_w, inverse = part[3], *part[7:]
+        alpha_x = part[3]
+        beta_w, beta, inverse_w, inverse = part[7:]
         if casts:
             dz = dz_w = tf.cast(dz * beta_w, x.dtype)
         else:
