@@ -1,5 +1,7 @@
 """Converted models are the models they were: layers, outputs, losses, masks, files."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -151,6 +153,27 @@ def test_nested_models_are_opened():
         "inner/dense/input_1",
         "dense_2/input",
     ]
+
+
+@pytest.mark.parametrize("training", [None, True, False])
+def test_training_flags_count_as_under_keras(training):
+    """What a call is told goes before what nested calls recorded; the outer of these first."""
+    x = batch(functional())
+    for outer, inner, own in itertools.product([None, True, False], repeat=3):
+
+        def call(layer, x, recorded):
+            return layer(x) if recorded is None else layer(x, training=recorded)
+
+        inputs = [keras.Input((6,)) for _ in range(3)]
+        model = keras.Model(inputs[0], call(layers.BatchNormalization(), inputs[0], own))
+        model = keras.Model(inputs[1], call(model, inputs[1], inner))
+        model = keras.Model(inputs[2], call(model, inputs[2], outer))
+        converted = gs.convert(model)
+        assert [step.name.count("/") for step in converted._region().graph.steps] == [2]
+        state = model.get_weights()
+        wanted = model(x, training=training)
+        model.set_weights(state)
+        np.testing.assert_array_equal(converted(x, training=training), wanted)
 
 
 def test_a_sequential_model_can_grow():

@@ -123,7 +123,7 @@ def _emit(function, inputs, prefix, training, autocast_dtype, steps):
                     inner,
                     arguments,
                     f"{name}/",
-                    node.arguments.kwargs.get("training", training),
+                    training if training is not None else node.arguments.kwargs.get("training"),
                     scope_dtype(node.operation),
                     steps,
                 )
