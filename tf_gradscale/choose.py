@@ -75,7 +75,8 @@ class Chooser:
         x, kernel, log2_n, alpha, stored, retreat, frozen = args
         state = _State(stored, retreat, frozen)
         largest = max_abs(dy)
-        if model == "normal" and self.placement.balanced:
+        is_normalization = model == "normal" and self.placement.cast_model != "normal"
+        if is_normalization and self.placement.balanced:
             # ∇Y comes scaled, so that its squares are no problem: they serve for both.
             dz, trial = dy, tf.constant(0.0)
         else:
