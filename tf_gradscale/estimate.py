@@ -193,8 +193,11 @@ class Placement:
         """log2 of the γ'-quantile of the non-zero entries, by exponent counts: a power of two."""
         exponents = tf.reshape(exponent_bits(magnitude), [-1])
         # Zeros have exponent 0 and are dropped; float32's denormals are flushed to zero anyway.
-        counts = tf.math.bincount(exponents, minlength=256, maxlength=256, dtype=tf.float32)[1:]
-        below = tf.cumsum(counts)
+        # tf.math.bincount works its size out, of which XLA must know that it is a constant.
+        counts = tf.raw_ops.DenseBincount(
+            input=exponents, size=256, weights=tf.zeros([0], tf.float32)
+        )
+        below = tf.cumsum(counts[1:])
         reached = tf.cast(below <= self.rate * below[-1], tf.float32)
         return tf.reduce_sum(reached) + 1.0 - 127.0
 
@@ -207,12 +210,13 @@ class Placement:
         Returns:
             log2 β.
         """
-        target = self.place_normal(sigma_dx, retreat)
-        target = tf.minimum(target, tf.floor(self.log2_largest - self.margin_bits - largest))
         # A trial that overflowed says only that less is wanted; back-off then finds how much less.
-        target = tf.where(tf.math.is_finite(largest), target, -8.0 - 16.0 * retreat)
-        # β multiplies ∇Y, which must neither overflow nor sink into the subnormals.
-        most = tf.floor(self.log2_largest - 1.0 - max_dy)
+        finite = tf.math.is_finite(largest)
+        room = tf.floor(self.log2_largest - self.margin_bits - largest)
+        room = tf.where(finite, room, -8.0 - 16.0 * retreat)
+        target = tf.where(finite, self.place_normal(sigma_dx, retreat), room)
+        # β multiplies ∇Y, which must not overflow, nor sink into the subnormals if there is room.
+        most = tf.minimum(tf.floor(self.log2_largest - 1.0 - max_dy), room)
         least = tf.math.ceil(self.log2_normal + 10.0 - max_dy)
         return tf.minimum(tf.maximum(target, least), most)
 
