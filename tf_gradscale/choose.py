@@ -66,34 +66,24 @@ class Chooser:
         magnitudes = [total, total * logs.total_w]
         return _part([self._settle([beta_w, beta], magnitudes, total, alpha, state, 0)], total)
 
-    def _cast_gemm(self, dy, *args, dy_axis, x_axis, model):
-        """A cast and the product behind it. Sites: cast, input.
+    def _cast_gemm(self, dy, *args, dy_axis, x_axis):
+        """The cast that a normalisation ends with, and the product behind it. Sites: cast, input.
 
         The kernel's gradient is taken at the scale of the cast, which leaves room for it: there
-        is no β_W, and no second copy of ∇Y to multiply by it.
+        is no β_W, and no second copy of ∇Y to multiply by it. ∇Y is near to normal and comes
+        scaled, so one set of statistics serves for both.
         """
         x, kernel, log2_n, alpha, stored, retreat, frozen = args
         state = _State(stored, retreat, frozen)
-        largest = max_abs(dy)
-        is_normalization = model == "normal" and self.placement.cast_model != "normal"
-        if is_normalization and self.placement.balanced:
-            # ∇Y comes scaled, so that its squares are no problem: they serve for both.
-            dz, trial = dy, tf.constant(0.0)
-        else:
-            wanted = trial = self.placement.cast(dy, largest, model, state.retreat[0])
-            dz = dy * exp2(trial)
-        squares = sum_squares(dz, dy_axis)
-        total = tf.reduce_sum(squares)
-        logs = _Logs(dz, x, kernel, squares, total, x_axis, largest if dz is dy else max_abs(dz))
-        if dz is dy:
-            lower, _ = self.placement.normal_bounds(logs.sigma_dy)
-            upper = self.placement.log2_largest - logs.max_dy
-            wanted = self.placement.place(lower, upper, state.retreat[0])
+        largest, squares = max_abs(dy), sum_squares(dy, dy_axis)
+        logs = _Logs(dy, x, kernel, squares, tf.reduce_sum(squares), x_axis, largest)
+        lower, _ = self.placement.normal_bounds(logs.sigma_dy)
+        upper = self.placement.log2_largest - logs.max_dy
+        wanted = self.placement.place(lower, upper, state.retreat[0])
         if self.placement.balanced:
-            wanted = tf.minimum(wanted, trial + self.placement.variable(logs.norm_dy, logs.norm_x))
+            wanted = tf.minimum(wanted, self.placement.variable(logs.norm_dy, logs.norm_x))
         first = self._settle([wanted], [largest], largest, alpha, state, 0)
-        shift = first.local[0] - trial
-        beta = self._product(logs, log2_n, shift, state.retreat[1])
+        beta = self._product(logs, log2_n, first.local[0], state.retreat[1])
         magnitudes = [largest * logs.total_w]
         rest = self._settle([beta], magnitudes, largest, first.cumulative, state, 1)
         return _part([first, rest], largest)

@@ -38,8 +38,8 @@ class Step:
         autocast_dtype: What the enclosing model casts variables to, or `None`.
         rule: How it is differentiated (`rules`).
         linear: Whether the layer's own activation is left to the graph's `head`.
-        cast: Name and model of a cast that its output's gradient still has to go through, or
-            `None`: the rule then does both at once.
+        cast: Name of a cast that its output's gradient still has to go through, or `None`: the
+            rule then does both at once.
     """
 
     operation: Any
@@ -52,7 +52,7 @@ class Step:
     autocast_dtype: str | None
     rule: Any = None
     linear: bool = False
-    cast: tuple | None = None
+    cast: str | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -70,12 +70,14 @@ class Region:
         """
         if tensor.dtype not in ("float16", "bfloat16") or dtype != "float32":
             return None
-        model = model or self.config.cast_model
         producer = self._producers.get(id(tensor))
-        if producer is not None and len(consumers[id(tensor)]) == 1 and Gemm.casts(producer):
-            producer.cast = (name, model)
+        alone = producer is not None and len(consumers[id(tensor)]) == 1
+        # Only a normalisation's: where gradients span many binades, as behind a softmax, the
+        # cast cannot leave room for a product without losing the smallest.
+        if alone and model == "normal" and Gemm.casts(producer):
+            producer.cast = name
             return _DEFERRED
-        return self.scales.add_group([(name, "cast")], 2), model
+        return self.scales.add_group([(name, "cast")], 2), model or self.config.cast_model
 
     def _reserve_branch(self, tensor, consumers, name):
         users = consumers.get(id(tensor), [])

@@ -48,7 +48,7 @@ class Gemm(Rule):
             # Before the product's own β stands β_W, or the cast that leaves room for ∇W.
             first = (f"{step.name}/{label}", "variable")
             if step.cast and i == len(self.products) - 1:
-                first = (step.cast[0], "cast")
+                first = (step.cast, "cast")
             names = [first, (f"{step.name}/{operand}", "gemm")]
             self.groups.insert(0, registry.add_group(names, 4))
 
@@ -119,7 +119,7 @@ class Gemm(Rule):
             given = dz, x, weight, log2_n, alpha
             axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
             if casts:
-                return walk.chooser.cast_gemm(*given, *state, **axes, model=self.step.cast[1])
+                return walk.chooser.cast_gemm(*given, *state, **axes)
             return walk.chooser.gemm(*given, *state, **axes)
 
         def keep(*state):
