@@ -179,6 +179,7 @@ def page(names, seed, batch):
 
 
 def main():
+    """Prints the page, and writes it where it is told to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["residual", "vgg"], choices=MODELS)
     parser.add_argument("--seed", type=int, default=0)
