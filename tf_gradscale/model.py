@@ -151,9 +151,11 @@ class Model(_GradientScaling, keras.Model):
         IJCAI 2020.
     """
 
-    # `config` is keyword-only: Keras saves and revives the graph of a class of one's own only if
-    # the positional arguments are those of its Functional model.
-    def __init__(self, inputs=None, outputs=None, name=None, *, config=None, **kwargs):
+    # Spelled so because Keras saves and revives the graph of a class of one's own only if its
+    # constructor looks like that of its Functional model, which differs from version to version.
+    def __init__(self, *args, config=None, **kwargs):
+        given = {**dict(zip(("inputs", "outputs"), args, strict=False)), **kwargs}
+        inputs, outputs = given.get("inputs"), given.get("outputs")
         if inputs is None or outputs is None:
             raise TypeError(
                 f"{type(self).__name__} needs `inputs` and `outputs`, made with keras.Input and "
@@ -162,7 +164,7 @@ class Model(_GradientScaling, keras.Model):
                 f"Received: inputs={inputs}, outputs={outputs}"
             )
         config = default_config() if config is None else checked(config)
-        super().__init__(inputs, outputs, name=name, **kwargs)
+        super().__init__(*args, **kwargs)
         self._set_up(config)
         self._region()
 
