@@ -428,6 +428,9 @@ def test_keras_files_hold_everything(build, tmp_path):
     assert int(loaded.optimizer.applied_steps) == 3
     # Three passes on from here scales are chosen anew, from both models' counts.
     for _ in range(4):
+        # Older versions of Keras report the mean over all calls.
+        loaded.reset_metrics()
+        model.reset_metrics()
         assert loaded.train_on_batch(x, y) == model.train_on_batch(x, y)
     assert same(loaded.get_weights(), model.get_weights())
     assert str(loaded.scales) == str(model.scales)
