@@ -259,10 +259,15 @@ class _SharedTrace:
         lengths = tuple(len(a) if isinstance(a, list) else None for a in args)
         key = (lengths, tuple(specs), tuple(sorted(static.items())))
         if key not in self._traces:
-            self._traces[key] = tf.function(
-                lambda *flat: self._function(*tf.nest.pack_sequence_as(args, flat), **static),
+            # The structure alone: a tensor would keep the whole graph of its model alive.
+            structure = tf.nest.map_structure(lambda _: None, args)
+            traced = tf.function(
+                lambda *flat: self._function(*tf.nest.pack_sequence_as(structure, flat), **static),
                 input_signature=specs,
                 autograph=False,
                 experimental_attributes={"_noinline": True},
             )
+            # Each is traced once; TensorFlow takes them for one function that is traced too often.
+            traced._omit_frequent_tracing_warning = True
+            self._traces[key] = traced
         return self._traces[key](*tensors)
