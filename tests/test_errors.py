@@ -154,7 +154,8 @@ ERRORS = {
     "config_format": (
         lambda: gs.GradScaleConfig(gradient_dtype="int8"),
         ValueError,
-        "The gradient format must be one of 'float16', 'bfloat16', 'float32'",
+        "`gradient_dtype` must be one of ('float16', 'bfloat16', 'float32'). "
+        "Received: gradient_dtype='int8'",
     ),
     "config_placement": (
         lambda: gs.GradScaleConfig(placement="middle"),
@@ -191,6 +192,11 @@ ERRORS = {
         lambda: gs.GradScaleConfig(margin_bits=-1),
         ValueError,
         "`margin_bits` must be an integer of at least 0. Received: margin_bits=-1",
+    ),
+    "config_margin_bound": (
+        lambda: gs.GradScaleConfig(margin_bits=11),
+        ValueError,
+        "more than 10 leave float16 too few for the gradient. Received: margin_bits=11",
     ),
     "config_margin_type": (
         lambda: gs.GradScaleConfig(margin_bits=1.5),

@@ -39,11 +39,12 @@ class GradScaleConfig:
         cast_model: Model of the gradient that a cast receives: `"lognormal"` (Theorem 2),
             `"normal"`, or `"histogram"` of exponents, which needs no model and is exact to a
             power of two.
-        scale_bound: Largest local scale β, or `None` for no bound.
-        cumulative_bound: Largest cumulative scale α, or `None` for no bound other than 2^100.
+        scale_bound: Largest local scale β of activations' gradients, rounded down to a power of
+            two, or `None` for no bound.
+        cumulative_bound: Largest cumulative scale α, likewise, or `None` for none but 2^100.
         unscale: Where a variable's gradient is divided by its scale: `"layer"` (gradients leave
-            the tape with their true magnitude) or `"optimizer"` (they leave it scaled, and
-            `GradScaleOptimizer` divides).
+            the tape with their true magnitude) or `"optimizer"` (they leave it scaled, and must
+            be applied by the `GradScaleOptimizer` of `Model.compile`, which divides).
 
     Raises:
         ValueError: If a value is outside its domain.
@@ -68,7 +69,11 @@ class GradScaleConfig:
     unscale: str = "layer"
 
     def __post_init__(self):
-        formats.get(self.gradient_dtype)
+        if self.gradient_dtype not in formats.NAMES:
+            raise ValueError(
+                f"`gradient_dtype` must be one of {formats.NAMES}. "
+                f"Received: gradient_dtype={self.gradient_dtype!r}"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -87,6 +92,11 @@ class GradScaleConfig:
                 raise ValueError(
                     f"`{name}` must be an integer of at least {least}. Received: {name}={value!r}"
                 )
+        if self.margin_bits > 10:
+            raise ValueError(
+                "`margin_bits` binades are kept free below the largest number; more than 10 leave "
+                f"float16 too few for the gradient. Received: margin_bits={self.margin_bits}"
+            )
         for name in ("scale_bound", "cumulative_bound"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

@@ -119,6 +119,9 @@ _FORMATS = {
     )
 }
 
+# The names that `get` knows.
+NAMES = tuple(_FORMATS)
+
 
 def get(name: str) -> Format:
     """Looks up a gradient format by name.

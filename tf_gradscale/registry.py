@@ -318,7 +318,7 @@ class ScaleRegistry:
         self._variables["frozen"].assign(0)
         self.request_update()
 
-    def __str__(self):
+    def __repr__(self):
         width = max([len(site.name) for site in self._sites] + [4])
         lines = [f"{'site':<{width}}  {'kind':<8}  {'scale':>6}  {'cumulative':>10}"]
         local, cumulative = self.local(), self.cumulative()
