@@ -157,7 +157,7 @@ class Placement:
         """
         # At least 1 for ‖x_i‖: then β_W·max|∇Y| stays below λ_max as well.
         bound = norm_dy + tf.maximum(norm_x, 0.0)
-        return tf.floor(self.log2_largest - self.margin_bits - bound)
+        return self._factor(tf.floor(self.log2_largest - self.margin_bits - bound))
 
     def cast(self, dy, largest, model, retreat):
         """β of ∇X = f_T(β∇Y) by Theorem 2: lines 9 to 11 of Algorithm 1.
@@ -218,7 +218,11 @@ class Placement:
         # β multiplies ∇Y, which must not overflow, nor sink into the subnormals if there is room.
         most = tf.minimum(tf.floor(self.log2_largest - 1.0 - max_dy), room)
         least = tf.math.ceil(self.log2_normal + 10.0 - max_dy)
-        return tf.minimum(tf.maximum(target, least), most)
+        return self._factor(tf.minimum(tf.maximum(target, least), most))
+
+    def _factor(self, target):
+        """A scale by which gradients are multiplied in their own format must be a number of it."""
+        return tf.clip_by_value(target, self.log2_smallest, float(math.floor(self.log2_largest)))
 
     def branch(self, alphas, maxima, summed):
         """The scale at which several gradients meet: line 17 of Algorithm 1.
