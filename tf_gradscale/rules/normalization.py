@@ -59,12 +59,8 @@ class _Rounding(AutocastScope):
         return value + tf.stop_gradient(rounded - value)
 
 
-LAYERS = tuple(
-    getattr(keras.layers, name)
-    for name in (
-        "BatchNormalization",
-        "LayerNormalization",
-        "GroupNormalization",
-        "RMSNormalization",
-    )
-)
+_NAMES = ["BatchNormalization", "LayerNormalization", "GroupNormalization"]
+if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 11):
+    # Before, it computed in float16.
+    _NAMES.append("RMSNormalization")
+LAYERS = tuple(getattr(keras.layers, name) for name in _NAMES)
