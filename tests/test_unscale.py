@@ -158,18 +158,17 @@ def test_accumulates_over_passes_with_the_same_scales():
     np.testing.assert_allclose(step / 0.01, 2 * true, rtol=0.02, atol=1e-2 * np.abs(true).max())
 
 
-def test_replicas_must_share_their_scales():
+def test_replicas_must_share_their_scales(mirrored):
     x, y = data()
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
     @tf.function
     def step(model):
         def replica():
             model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
 
-        strategy.run(replica)
+        mirrored.run(replica)
 
-    with strategy.scope():
+    with mirrored.scope():
         model = classifier(OPTIMIZER)
         model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
     with pytest.raises(ValueError, match=r"(?s)all replicas must use the same scales.*2 replicas"):
@@ -183,7 +182,7 @@ def test_replicas_must_share_their_scales():
         def replica():
             model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
 
-        strategy.run(replica)
+        mirrored.run(replica)
 
     reference = classifier(gs.GradScaleConfig())
     reference.set_weights(model.get_weights())
