@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import MODES
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_model
 
@@ -14,6 +14,8 @@ import tf_gradscale as gs
 randoms = st.randoms(use_true_random=False)
 seeds = st.integers(0, 2**32 - 1)
 BATCH = 2
+# An example takes seconds; to shrink a failing one would take minutes.
+WITHOUT_SHRINKING = [Phase.generate]
 
 
 class Problem:
@@ -76,11 +78,16 @@ def distance(found, wanted):
 
 def check_float32(random, seed, run):
     problem = Problem(random, seed, run)
+    state = problem.plain.get_weights()
     plain_outputs, plain = problem.evaluation(problem.plain)()
+    plain_state = problem.plain.get_weights()
+    problem.plain.set_weights(state)
     evaluate = problem.evaluation(problem.converted)
     problem.converted.scales.freeze(lambda site: 1.0)
     outputs, unscaled = evaluate()
-    for found, wanted in zip(outputs, plain_outputs, strict=True):
+    # Moving statistics too: what is called twice runs in Keras' own order.
+    outputs += problem.plain.get_weights()
+    for found, wanted in zip(outputs, plain_outputs + plain_state, strict=True):
         if run is MODES["xla"]:
             # Two programs, which it may fuse differently.
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -94,32 +101,32 @@ def check_float32(random, seed, run):
 
 
 @given(randoms, seeds)
-@settings(max_examples=16)
+@settings(max_examples=16, phases=WITHOUT_SHRINKING)
 def test_forced_scales_change_no_bit_eager(random, seed):
     check_float32(random, seed, MODES["eager"])
 
 
 @given(randoms, seeds)
-@settings(max_examples=8)
+@settings(max_examples=8, phases=WITHOUT_SHRINKING)
 def test_forced_scales_change_no_bit_graph(random, seed):
     check_float32(random, seed, MODES["graph"])
 
 
 @given(randoms, seeds)
-@settings(max_examples=4)
+@settings(max_examples=4, phases=WITHOUT_SHRINKING)
 def test_forced_scales_change_no_bit_xla(random, seed):
     check_float32(random, seed, MODES["xla"])
 
 
 @pytest.mark.slow
 @given(randoms, seeds)
-@settings(max_examples=50)
+@settings(max_examples=50, phases=WITHOUT_SHRINKING)
 def test_forced_scales_change_no_bit_in_many_graphs(run, random, seed):
     check_float32(random, seed, run)
 
 
 @given(randoms, seeds)
-@settings(max_examples=6)
+@settings(max_examples=6, phases=WITHOUT_SHRINKING)
 def test_forced_scales_in_float16(random, seed):
     """Moderate ones: the same values but for a few subnormal ones; plain autodiff's too."""
     gs.set_global_policy("mixed_float16")

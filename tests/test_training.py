@@ -171,6 +171,85 @@ def test_regularizers_act_beside_the_region():
     np.testing.assert_allclose(found, 2e-9 * kernel, rtol=1e-6)
 
 
+def test_gradient_penalty():
+    """The gradient of a gradient: scales are constants to it, whatever they are."""
+    found = []
+    for model in float32_and_converted():
+        x = tf.constant(X)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = tf.reduce_sum(model(x)[:, 1])
+            norms = tf.norm(inner.gradient(score, x), axis=1)
+            penalty = tf.reduce_mean((norms - 1.0) ** 2)
+        kernels = [v.value for v in model.trainable_variables if len(v.shape) == 2]
+        found.append(outer.gradient(penalty, kernels))
+    assert error(found[1], found[0]) < 1e-2
+
+
+def test_one_forward_pass_differentiated_twice():
+    """A persistent tape: each of two losses through the same call."""
+    reference, converted = float32_and_converted()
+    found = []
+    for model in (reference, converted):
+        kernel = model.layers[1].kernel.value
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = model(X)
+            first, second = TINY * outputs[0, 0], TINY * tf.reduce_sum(outputs[:, 1])
+        found.append([tape.gradient(first, kernel), tape.gradient(second, kernel)])
+    assert error(found[1], found[0]) < 5e-3
+
+
+def test_a_model_called_twice_in_a_step():
+    """As in a contrastive loss: the gradients of both calls are added."""
+    reference, converted = float32_and_converted()
+    found = []
+    for model in (reference, converted):
+        variables = [v.value for v in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            product = tf.reduce_sum(model(X) * model(X[::-1].copy()))
+            value = TINY * product
+        found.append(tape.gradient(value, variables))
+    assert error(found[1], found[0]) < 5e-3
+
+
+def test_embeddings_keep_sparse_gradients():
+    tokens = np.array([[1, 2, 2, 0, 1]])
+    gs.set_global_policy("mixed_float16")
+    inputs = keras.Input((5,), dtype="int32")
+    table = layers.Embedding(7, 4)
+    dense = layers.Dense(1, use_bias=False)
+    model = gs.Model(inputs, dense(layers.Add()([table(inputs), table(inputs)])))
+    with tf.GradientTape() as tape:
+        value = TINY * tf.reduce_sum(model(tokens))
+    found = tape.gradient(value, table.embeddings.value)
+    assert isinstance(found, tf.IndexedSlices)
+    assert found.dtype == tf.float32
+    # Tokens 0, 1 and 2 occur once, twice and twice, and the table is used twice.
+    counts = 2.0 * np.array([1, 2, 2, 0, 0, 0, 0])
+    wanted = TINY * counts[:, None] * dense.kernel.numpy()[:, 0]
+    np.testing.assert_allclose(tf.convert_to_tensor(found), wanted, rtol=2e-3)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_model_first_called_in_a_function(policy, run):
+    """Its registry is made outside of the function; within `call` its weights read as float16."""
+    gs.set_global_policy(policy)
+    dense = layers.Dense(2, use_bias=False)
+    model = gs.Sequential([keras.Input((6,)), dense])
+
+    @run
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(model(x))
+        return tape.gradient(value, dense.kernel.value)
+
+    for _ in range(2):
+        found = gradient(tf.constant(X))
+        np.testing.assert_allclose(found, np.repeat(X.sum(0)[:, None], 2, 1), rtol=1e-2)
+    assert passes(model) == 2
+
+
 # --- Loops of one's own --------------------------------------------------------------------------
 
 
