@@ -88,6 +88,19 @@ def test_in_training(net, jit_compile):
     check(ratios)
 
 
+@pytest.mark.parametrize(
+    "net", [floor.vgg, pytest.param(floor.residual, marks=slow), floor.three_heads]
+)
+def test_a_loss_that_changes_between_updates(net):
+    """Pass 3 is no updating pass: its scales are those of losses of another magnitude."""
+    subject, ratios = bench(net), []
+    for seed in SEEDS:
+        subject.reset(seed)
+        subject.train(3)
+        ratios.append(subject.ratios(MULTIPLIERS))
+    check(ratios)
+
+
 @slow
 @pytest.mark.parametrize("net", [floor.residual, floor.vgg, floor.three_heads])
 def test_scales_of_the_first_pass_serve_for_long(net):

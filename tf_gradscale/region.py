@@ -14,7 +14,7 @@ from tf_gradscale.choose import Chooser
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
-from tf_gradscale.tensors import identity
+from tf_gradscale.tensors import identity, multiply
 from tf_gradscale.walk import Walk
 
 _DEFERRED = object()
@@ -60,7 +60,7 @@ class Region:
         weights = _weights(graph)
         if config.unscale == "optimizer":
             _check_single_path(graph, weights)
-        self.scales.build(weights)
+        self.scales.build(weights, len(graph.outputs))
 
     def _edge(self, name, tensor, consumers, dtype="float32", model=None):
         """How a gradient reaches `tensor`: `None`, as it is; or through a cast.
@@ -146,15 +146,19 @@ class Region:
 
     def _backward(self, xs, records, dtypes, upstream, variables, watched):
         """Runs Algorithm 1 and writes the registry, on which all results then depend."""
-        walk = Walk(self.scales, self.chooser, self._needed(watched))
-        dxs = self._algorithm_1(walk, records, dtypes, upstream)
+        upstream = [
+            tf.convert_to_tensor(dy) if dy is not None and dtype.is_floating else None
+            for dy, dtype in zip(upstream, dtypes, strict=True)
+        ]
+        walk = Walk(self.scales, self.chooser, self._needed(watched), upstream)
+        dxs = self._algorithm_1(walk, records, upstream)
         found = walk.gradients()
         dvs = [found.get(v.ref()) for v in variables or []]
         with tf.control_dependencies(walk.finish()):
             dxs, dvs = ([identity(g) for g in gs] for gs in (dxs, dvs))
         return dxs if variables is None else (dxs, dvs)
 
-    def _algorithm_1(self, walk, records, dtypes, upstream):
+    def _algorithm_1(self, walk, records, upstream):
         """Algorithm 1: operators in reversed topological order, each by the rule for its kind."""
         consumers = self.graph.consumers()
         arrived: dict[int, dict] = {}
@@ -177,11 +181,9 @@ class Region:
             present = [pairs[users[i]] for i in indices]
             return walk.join(self._branches[id(tensor)], indices, present, tensor, summed=True)
 
-        for i, (tensor, dy, dtype) in enumerate(
-            zip(self.graph.outputs, upstream, dtypes, strict=True)
-        ):
-            if dtype.is_floating and dy is not None:
-                unscaled = Scaled(tf.constant(0.0), dy, tf.constant(1.0))
+        for i, (tensor, dy) in enumerate(zip(self.graph.outputs, upstream, strict=True)):
+            if dy is not None:
+                unscaled = Scaled(tf.constant(0.0), multiply(dy, walk.shift), walk.unshift)
                 deliver(tensor, i, unscaled, self._outputs[i])
         for step, kept in zip(reversed(self.graph.steps), reversed(records), strict=True):
             pairs = [collect(tensor) for tensor in step.outputs]

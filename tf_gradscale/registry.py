@@ -93,6 +93,8 @@ class ScaleRegistry:
     - `passes`: how many backward passes there were.
     - `pending`: 1 if the next pass must choose scales anew, else 0.
     - `frozen`: 1 if scales are fixed, else 0.
+    - `peaks`: for each output the largest magnitude of the gradient that came in when scales were
+      last chosen.
     - `inverses` and `unapplied`, with `unscale="optimizer"` only: for each variable 1/α of the
       gradient that the last pass gave it; and 0 if that was applied, 1 if not, 2 if a pass has
       chosen new scales since.
@@ -134,11 +136,12 @@ class ScaleRegistry:
         self._group_of.update(dict.fromkeys(sites, self.groups[-1]))
         return self.groups[-1]
 
-    def build(self, weights):
+    def build(self, weights, outputs):
         """Creates the variables, once all sites are known.
 
         Args:
             weights: The Keras variables whose gradients the model's backward pass makes.
+            outputs: How many outputs the model has.
         """
         self._weights = {id(weight): i for i, weight in enumerate(weights)}
 
@@ -164,6 +167,7 @@ class ScaleRegistry:
                 "passes": create("passes", 0, "int64"),
                 "pending": create("pending", 0, "int32"),
                 "frozen": create("frozen", 0, "int32"),
+                "peaks": create("peaks", [0.0] * outputs, "float32"),
             }
             if self.config.unscale == "optimizer":
                 self._variables["inverses"] = create("inverses", [1.0] * len(weights), "float32")
@@ -196,6 +200,13 @@ class ScaleRegistry:
         """Where a field of each site stands in the vector, in the order of the sites."""
         return [self._group_of[site].position(site, field) for site in self._sites]
 
+    def are_inverses(self):
+        """Which entries of the vector are 1/α of a site: a list of bools."""
+        found = []
+        for group in self.groups:
+            found += [i >= group.size - len(group.sites) for i in range(group.size)]
+        return found
+
     def local(self):
         """log2 β of every site, a NumPy array."""
         return self._numpy("scales")[self.positions("local")]
@@ -224,18 +235,18 @@ class ScaleRegistry:
         due = (early | tf.equal(passes % every, 0)) & tf.equal(state["frozen"], 0)
         return {**state, "updating": due | (state["pending"] > 0)}
 
-    def write(self, scales, history, pending, updating, inverses):
+    def write(self, scales, history, pending, peaks, updating, inverses):
         """Ends a pass.
 
         Args:
-            scales, history, pending: What the pass leaves of each.
+            scales, history, pending, peaks: What the pass leaves of each.
             updating: Whether the pass chose new scales.
             inverses: By a variable's id, 1/α of the gradient that the pass gives it.
 
         Returns:
             The writing operations.
         """
-        values = {"scales": scales, "history": history, "pending": pending}
+        values = {"scales": scales, "history": history, "pending": pending, "peaks": peaks}
         with autocast_off():
             if self.config.unscale == "optimizer":
                 found = [inverses.get(weight, tf.constant(1.0)) for weight in self._weights]

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale import tensors
+from tf_gradscale.estimate import exp2, log2, max_abs
 from tf_gradscale.rules.base import Scaled, variable_value
 
 # A site that was all zero is measured again in the next pass, at most so often in a row.
@@ -22,17 +23,28 @@ class Walk:
         registry: The `ScaleRegistry`.
         chooser: The `choose.Chooser`.
         needed: Function of a step or tensor: whether anything depends on gradients there.
+        upstream: The gradients that come in, one an output, `None` for none.
+
+    Attributes:
+        shift: A power of two by which those are to be multiplied (see `_shift`).
+        unshift: 1/shift.
     """
 
-    def __init__(self, registry, chooser, needed):
+    def __init__(self, registry, chooser, needed, upstream):
         self.registry = registry
         self.chooser = chooser
         self.config = registry.config
         self.state = registry.read()
         self._needed = needed
         sizes = [group.size for group in registry.groups]
-        self._parts = list(tf.split(self.state["scales"], sizes)) if sizes else []
         self._frozen = self.state["frozen"] > 0
+        self._peaks = tf.stack([tf.constant(0.0) if g is None else max_abs(g) for g in upstream])
+        exponent = self._shift()
+        self.shift, self.unshift = exp2(exponent), exp2(-exponent)
+        stored = self.state["scales"]
+        if sizes:
+            stored = tf.where(registry.are_inverses(), stored * self.unshift, stored)
+        self._parts = list(tf.split(stored, sizes)) if sizes else []
         # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
         self._retreat = 1.0 - tf.pow(0.5, self.state["history"][0])
         self._measured = np.zeros(len(registry), bool)
@@ -40,6 +52,27 @@ class Walk:
         self._followers = []
         self._gradients = {}
         self._inverses = {}
+
+    def _shift(self):
+        """log2 of what gradients are multiplied by as they come in, and divided by as they go out.
+
+        Between updates scales are constants, but the gradients of single batches differ by more
+        than any margin once a network fits most of its data. If the largest incoming gradient has
+        left the margin around what it was when scales were chosen, it is brought back there. The
+        backward pass is linear, so that this is exact, and good for all sites at once.
+        """
+        if not self.chooser.placement.balanced or self.config.unscale == "optimizer":
+            return tf.constant(0.0)
+        before = self.state["peaks"]
+        grown = tf.reduce_max(tf.where(before > 0, log2(self._peaks) - log2(before), -1e4))
+        usable = tf.reduce_all(self._peaks < np.inf) & tf.reduce_any(
+            (before > 0) & (self._peaks > 0)
+        )
+        usable &= ~self.state["updating"] & ~self._frozen
+        usable &= tf.abs(grown) > max(self.chooser.placement.margin_bits - 1.0, 0.0)
+        # Within what 1/α, which it multiplies, leaves of float32's range.
+        exponent = -tf.clip_by_value(tf.round(grown), -26.0, 26.0)
+        return tf.stop_gradient(tf.where(usable, exponent, 0.0))
 
     def decide(self, group, upstream, owner, dtype, measure, keep):
         """Chooses the scales of a group, in an updating pass, or reads them from the registry.
@@ -146,14 +179,17 @@ class Walk:
 
     def finish(self):
         """Writes the registry. Returns what to depend on (nothing in eager mode)."""
+        updating = self.state["updating"]
         vector = tf.concat(self._parts, 0) if self._parts else self.state["scales"]
+        vector = tf.where(updating, vector, self.state["scales"])
+        peaks = tf.where(updating & (self._peaks < np.inf), self._peaks, self.state["peaks"])
         history, pending = tf.cond(
             self.state["updating"],
             lambda: self._look_back(vector),
             lambda: (tf.identity(self.state["history"]), tf.constant(0, tf.int32)),
         )
         writes = self.registry.write(
-            vector, history, pending, self.state["updating"], self._inverses
+            vector, history, pending, tf.stop_gradient(peaks), updating, self._inverses
         )
         return [] if tf.executing_eagerly() else [tf.group(*writes)]
 
