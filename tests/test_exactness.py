@@ -126,7 +126,7 @@ def test_forced_scales_change_no_bit_in_many_graphs(run, random, seed):
 
 
 @given(randoms, seeds)
-@settings(max_examples=6, phases=WITHOUT_SHRINKING)
+@settings(max_examples=4, phases=WITHOUT_SHRINKING)
 def test_forced_scales_in_float16(random, seed):
     """Moderate ones: the same values but for a few subnormal ones; plain autodiff's too."""
     gs.set_global_policy("mixed_float16")
