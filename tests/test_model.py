@@ -169,7 +169,7 @@ def test_training_flags_count_as_under_keras(training):
         model = keras.Model(inputs[1], call(model, inputs[1], inner))
         model = keras.Model(inputs[2], call(model, inputs[2], outer))
         converted = gs.convert(model)
-        assert [step.name.count("/") for step in converted._region().graph.steps] == [2]
+        assert [step.name.count("/") for step in converted._region().graph().steps] == [2]
         state = model.get_weights()
         wanted = model(x, training=training)
         model.set_weights(state)

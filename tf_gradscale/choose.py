@@ -36,6 +36,7 @@ class Chooser:
         self.placement = Placement(config)
         self.gemm = _SharedTrace(self._gemm)
         self.cast_gemm = _SharedTrace(self._cast_gemm)
+        self.bilinear = _SharedTrace(self._bilinear)
         self.cast = _SharedTrace(self._cast)
         self.measured = _SharedTrace(self._measured)
         self.join = _SharedTrace(self._join)
@@ -87,6 +88,36 @@ class Chooser:
         magnitudes = [largest * logs.total_w]
         rest = self._settle([beta], magnitudes, largest, first.cumulative, state, 1)
         return _part([first, rest], largest)
+
+    def _bilinear(self, dy, a, b, count, alpha, stored, retreat, frozen, weights):
+        """β of both operands of a product: lines 4 and 5 of Algorithm 1. Sites: a, b.
+
+        `count`: how many products there are in all. `weights`: for each operand, whether its
+        gradient is kept within the bound of Cauchy-Schwarz.
+        """
+        state = _State(stored, retreat, frozen)
+        total, largest = sum_squares(dy), max_abs(dy)
+        squares = [sum_squares(tf.cast(x, tf.float32) * 2.0**_KERNEL_SHIFT) for x in (a, b)]
+        sizes = [size(x) for x in (dy, a, b)]
+        logs = log2_all(total, largest, *squares, *sizes, max_abs(a), max_abs(b), count)
+        total_dy, max_dy, *rest = logs
+        norms, (size_dy, *sizes), maxima, log2_count = rest[:2], rest[2:5], rest[5:7], rest[7]
+        norms = [0.5 * norm - _KERNEL_SHIFT for norm in norms]
+        wanted = []
+        for own, other in ((0, 1), (1, 0)):
+            beta = self.placement.gemm(
+                log2_count - sizes[own],
+                0.5 * (total_dy - size_dy),
+                norms[other] - 0.5 * sizes[other],
+                max_dy,
+                maxima[other],
+                state.retreat[own],
+            )
+            if weights[own] and self.placement.balanced:
+                beta = tf.minimum(beta, self.placement.variable(0.5 * total_dy, norms[other]))
+            wanted.append(beta)
+        magnitudes = [total * squares[1], total * squares[0]]
+        return _part([self._settle(wanted, magnitudes, total, alpha, state, 0)], total)
 
     def _product(self, logs, log2_n, shift, retreat):
         """log2 β of a product, whose ∇Y is 2^shift times the one that `logs` are of."""

@@ -1,26 +1,50 @@
-"""A Keras graph as a flat list of steps, nested models opened."""
+"""A Keras graph as a flat list of steps, nested models and composites opened."""
 
 import dataclasses
+import inspect
+import warnings
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 # keras.src: these classes are not exported; tests/test_platform.py notices if one goes.
+from keras.src.backend import AutocastScope
 from keras.src.models.functional import Functional
-from keras.src.ops.node import Node
+
+from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
+from tf_gradscale.opening import NotOpenable, open_attention, open_call
+from tf_gradscale.rules import is_product, is_registered
 
 
 @dataclasses.dataclass(eq=False)
 class Tensor:
-    """One tensor of the graph, as declared: a Keras tensor may stand for several, one a call."""
+    """One tensor of the graph, as declared: a Keras tensor may stand for several, one a call.
+
+    Attributes:
+        shape: Its static shape, a tuple.
+        dtype: Its name.
+        weight: Whether it is made of variables alone.
+        masked: Whether it is an input that must come with a mask.
+    """
 
     shape: tuple
     dtype: str
+    weight: bool = False
+    masked: bool = False
 
     @property
     def is_float(self):
         """Whether a gradient can flow through it."""
         return "float" in self.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands in a step's arguments for one of its inputs."""
+
+    index: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,12 +54,12 @@ class Step:
     Attributes:
         operation: The `keras.Operation`, most often a layer.
         name: The layer's path within the model, unique.
-        node: The Keras node that recorded the call, with its arguments.
+        args: Its positional arguments, with a `Slot` for each tensor.
+        kwargs: Its keyword arguments, likewise.
         inputs: The distinct tensors among the arguments, in order of appearance.
-        keys: For each of `inputs`, the id of the Keras tensor that the node's arguments hold.
         outputs: The tensors it makes, in order.
-        training: What an enclosing nested model was told, used where the run gives no value.
         autocast_dtype: What the enclosing model casts variables to, or `None`.
+        masks: By the index of an input, the tensor that is its mask within a composite.
         rule: How it is differentiated (`rules`).
         linear: Whether the layer's own activation is left to the graph's `head`.
         cast: Name of a cast that its output's gradient still has to go through, or `None`: the
@@ -44,12 +68,12 @@ class Step:
 
     operation: Any
     name: str
-    node: Node
+    args: tuple
+    kwargs: dict
     inputs: list
-    keys: list
     outputs: list
-    training: bool | None
     autocast_dtype: str | None
+    masks: dict = dataclasses.field(default_factory=dict)
     rule: Any = None
     linear: bool = False
     cast: str | None = None
@@ -64,18 +88,25 @@ class Graph:
         inputs: The tensors that go in, flat.
         outputs: The tensors that come out, flat.
         head: For each of `outputs`, the activation that is applied to it outside, or `None`.
+        opened: Whether a composite was opened, whose inside saw only the masks of its arguments.
+        structure: What the outputs are packed into, with a Keras tensor for each.
     """
 
     steps: list
     inputs: list
     outputs: list
     head: list
+    opened: bool
+    structure: Any
 
     def consumers(self):
-        """By a tensor's id, who uses it: (step, input index) each, or an int for an output."""
+        """By a tensor's id, who uses it: (step, input index) each, or an int for an output.
+
+        Steps without outputs (they only set masks) do not count: no gradient comes from there.
+        """
         users: dict[int, list] = {}
         for step in self.steps:
-            for i, tensor in enumerate(step.inputs):
+            for i, tensor in enumerate(step.inputs if step.outputs else ()):
                 users.setdefault(id(tensor), []).append((step, i))
         for i, tensor in enumerate(self.outputs):
             users.setdefault(id(tensor), []).append(i)
@@ -90,60 +121,66 @@ def function_of(model):
     return model if isinstance(model, Functional) else None
 
 
-def trace(function, autocast_dtype=None):
+def trace(function, autocast_dtype=None, training=None):
     """Flattens a Keras function.
 
     Args:
         function: A Functional model, or any `keras.Function` made of layers and `keras.ops`.
         autocast_dtype: The dtype to which the model casts variables, or `None`.
+        training: What the model is told, as in Keras.
 
     Returns:
         A `Graph`.
     """
-    steps: list[Step] = []
+    tracer = _Tracer(training)
     inputs = [Tensor(kt.shape, kt.dtype) for kt in function.inputs]
-    outputs = _emit(function, inputs, "", None, autocast_dtype, steps)
-    return Graph(steps, inputs, outputs, [None] * len(outputs))
+    outputs = tracer.function(function, inputs, "", training, autocast_dtype)
+    head = [None] * len(outputs)
+    return Graph(tracer.steps, inputs, outputs, head, tracer.opened, function._outputs_struct)
 
 
-def _emit(function, inputs, prefix, training, autocast_dtype, steps):
-    """Appends the steps of `function`, called on `inputs`; returns its output tensors."""
-    tensors = dict(zip(map(id, function.inputs), inputs, strict=True))
-    # _nodes_by_depth: the order in which Function._run_through_graph runs the nodes.
-    for depth in sorted(function._nodes_by_depth, reverse=True):
-        for node in function._nodes_by_depth[depth]:
-            if node.is_input:
-                continue
-            keras_tensors = list({id(kt): kt for kt in node.input_tensors}.values())
-            arguments = [tensors[id(kt)] for kt in keras_tensors]
-            name = prefix + node.operation.name
-            inner = _openable(node, arguments)
-            if inner is not None:
-                made = _emit(
-                    inner,
-                    arguments,
-                    f"{name}/",
-                    training if training is not None else node.arguments.kwargs.get("training"),
-                    scope_dtype(node.operation),
-                    steps,
-                )
-            else:
-                made = [Tensor(kt.shape, kt.dtype) for kt in node.outputs]
-                keys = [id(kt) for kt in keras_tensors]
-                steps.append(
-                    Step(
-                        node.operation,
-                        name,
-                        node,
-                        arguments,
-                        keys,
-                        made,
-                        training,
-                        autocast_dtype,
-                    )
-                )
-            tensors.update(zip(map(id, node.outputs), made, strict=True))
-    return [tensors[id(kt)] for kt in function.outputs]
+def trace_call(layer, args, kwargs, training):
+    """Flattens one call of a layer or model whose `call` is written by hand.
+
+    If it cannot be opened, the graph is one step, and a warning says why.
+
+    Args:
+        layer: The layer, built.
+        args: Positional arguments of the call, with Keras tensors for tensors.
+        kwargs: Keyword arguments, likewise.
+        training: What the layer is told, as in Keras.
+
+    Returns:
+        A `Graph`.
+    """
+    tracer = _Tracer(training)
+    given = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, keras.KerasTensor)]
+    inputs = [
+        Tensor(kt.shape, kt.dtype, masked=getattr(kt, "_keras_mask", None) is not None)
+        for kt in given
+    ]
+    tensors = dict(zip(map(id, given), inputs, strict=True))
+    if training is not None and not takes_position(layer, args):
+        kwargs = {**kwargs, "training": training}
+    try:
+        opened = open_call(layer, args, kwargs, training)
+        outputs = tracer.inside(opened, tensors, "", scope_dtype(layer))
+        structure = opened.outputs
+    except NotOpenable as reason:
+        _warn(layer.name, reason)
+        structure = layer.compute_output_spec(*args, **kwargs)
+        outputs = tracer.whole(layer, args, kwargs, tensors, keras.tree.flatten(structure))
+    head = [None] * len(outputs)
+    return Graph(tracer.steps, inputs, outputs, head, tracer.opened, structure)
+
+
+def _warn(name, reason):
+    warnings.warn(
+        f"Layer '{name}' is differentiated as one operation, with one gradient scale for all that "
+        "is inside: its call is more than layers and keras.ops applied to its inputs. "
+        f"What stopped it: {reason}",
+        stacklevel=2,
+    )
 
 
 def scope_dtype(layer):
@@ -151,22 +188,254 @@ def scope_dtype(layer):
     return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
 
 
-def _openable(node, arguments):
+class _Tracer:
+    """Appends the steps of functions and composites, one inside the other, to one list.
+
+    Args:
+        training: What the outermost layer is told; then what Keras' call context says, as each
+            layer leaves it for the next.
+    """
+
+    def __init__(self, training):
+        self.steps = []
+        self.opened = False
+        self._training = training
+        self._reads = {}
+        self._warned = set()
+
+    def function(self, function, inputs, prefix, training, autocast_dtype):
+        """The steps of a Keras function, called on `inputs`; returns its output tensors."""
+        tensors = dict(zip(map(id, function.inputs), inputs, strict=True))
+        # _nodes_by_depth: the order in which Function._run_through_graph runs the nodes.
+        for depth in sorted(function._nodes_by_depth, reverse=True):
+            for node in function._nodes_by_depth[depth]:
+                if not node.is_input:
+                    # As Functional passes `training`, the run's value before all.
+                    given = {} if training is None else {"training": training}
+                    self._node(node, given, tensors, prefix, autocast_dtype, None)
+        return [tensors[id(kt)] for kt in function.outputs]
+
+    def inside(self, opened, tensors, prefix, autocast_dtype):
+        """The steps of an opened composite; `tensors` by the ids of the outer Keras tensors."""
+        self.opened = True
+        inner = {id(copy): tensors[id(outer)] for outer, copy in opened.arguments}
+        for outer, mask in opened.masks:
+            made = self._append(MaskOf(), f"{prefix}mask", (mask,), [tensors[id(outer)]])
+            inner[id(mask)] = made[0]
+        for node in opened.nodes:
+            self._node(node, {}, inner, prefix, autocast_dtype, opened)
+        for outer in opened.cleared:
+            self._append(ClearMask(), f"{prefix}mask", (), [tensors[id(outer)]])
+        outputs = keras.tree.flatten(opened.outputs)
+        for kt in outputs:
+            mask = getattr(kt, "_keras_mask", None)
+            if mask is not None:
+                if isinstance(mask, keras.KerasTensor):
+                    mask = inner[id(mask)]
+                else:
+                    mask = self._expression(mask, f"{prefix}mask", inner, opened)
+                self._append(SetMask(), f"{prefix}mask", (), [inner[id(kt)], mask])
+        return [inner[id(kt)] for kt in outputs]
+
+    def whole(self, layer, args, kwargs, tensors, outputs):
+        """One step for a call that cannot be opened."""
+        made = [Tensor(kt.shape, kt.dtype) for kt in outputs]
+        index = {key: i for i, key in enumerate(tensors)}
+        args, kwargs = keras.tree.map_structure(
+            lambda x: Slot(index[id(x)]) if isinstance(x, keras.KerasTensor) else x,
+            (tuple(args), dict(kwargs)),
+        )
+        inputs = list(tensors.values())
+        dtype = scope_dtype(layer)
+        self.steps.append(Step(Whole(layer), layer.name, args, kwargs, inputs, made, dtype))
+        return made
+
+    def _node(self, node, given, tensors, prefix, autocast_dtype, opened):
+        """The step of a node, or those inside; puts its outputs into `tensors`."""
+        operation = node.operation
+        name = prefix + operation.name
+        args, kwargs = node.arguments.args, node.arguments.kwargs
+        is_layer = isinstance(operation, keras.layers.Layer)
+        before = training = self._training
+        if is_layer:
+            if operation._call_has_training_arg:
+                kwargs = {**kwargs, **given}
+            training = self._resolve(operation, args, kwargs)
+        function = _openable(node, kwargs, tensors) if is_layer else None
+        made = None
+        if function is not None:
+            inputs = [tensors[id(kt)] for kt in node.input_tensors]
+            made = self.function(
+                function, inputs, f"{name}/", training, scope_dtype(operation)
+            )
+        elif _is_composite(operation):
+            state = len(self.steps), self._training, self.opened, dict(self._reads)
+            made = self._composite(operation, args, kwargs, before, tensors, name, opened)
+            if made is None:
+                del self.steps[state[0] :]
+                _, self._training, self.opened, self._reads = state
+        if made is None:
+            if is_layer and training is not None and not takes_position(operation, args):
+                kwargs = {**kwargs, "training": training}
+            made = self._leaf(node, args, kwargs, tensors, name, autocast_dtype, opened)
+        tensors.update(zip(map(id, node.outputs), made, strict=True))
+
+    def _composite(self, operation, args, kwargs, training, tensors, name, opened):
+        """The steps of a composite; `None` if it cannot be opened, or has no product inside."""
+        first = len(self.steps)
+        try:
+            if opened is not None:
+                args, kwargs = keras.tree.map_structure(_without_tensors, (args, kwargs))
+            if isinstance(operation, keras.layers.Layer):
+                inner = open_call(operation, args, kwargs, training)
+                dtype = scope_dtype(operation)
+            else:
+                inner, dtype = open_attention(operation, args, kwargs), None
+        except NotOpenable as reason:
+            weights = getattr(operation, "weights", ())
+            if weights and id(operation) not in self._warned:
+                self._warned.add(id(operation))
+                _warn(name, reason)
+            return None
+        outputs = self.inside(inner, tensors, f"{name}/", dtype)
+        return outputs if any(map(is_product, self.steps[first:])) else None
+
+    def _leaf(self, node, args, kwargs, tensors, name, autocast_dtype, opened):
+        inputs, index = [], {}
+
+        def slot(tensor):
+            if id(tensor) not in index:
+                index[id(tensor)] = len(inputs)
+                inputs.append(tensor)
+            return Slot(index[id(tensor)])
+
+        masks = {}
+
+        def replace(x):
+            if isinstance(x, keras.KerasTensor):
+                found = slot(tensors[id(x)])
+                mask = tensors.get(id(getattr(x, "_keras_mask", None)))
+                if opened is not None and mask is not None:
+                    masks[found.index] = mask
+                return found
+            if isinstance(x, keras.Variable):
+                return slot(self._read(x, autocast_dtype))
+            if opened is not None and tf.is_tensor(x) and not hasattr(x, "numpy"):
+                value = tf.get_static_value(x)
+                return value if value is not None else slot(self._expression(x, name, tensors, opened))
+            return x
+
+        args, kwargs = keras.tree.map_structure(replace, (tuple(args), dict(kwargs)))
+        outputs = [Tensor(kt.shape, kt.dtype) for kt in node.outputs]
+        self.steps.append(
+            Step(node.operation, name, args, kwargs, inputs, outputs, autocast_dtype, masks)
+        )
+        return outputs
+
+    def _append(self, operation, name, like, inputs, weight=False):
+        """A step of an operation of this package, on `inputs` alone."""
+        outputs = [Tensor(kt.shape, kt.dtype, weight) for kt in like]
+        slots = tuple(map(Slot, range(len(inputs))))
+        self.steps.append(Step(operation, name, slots, {}, inputs, outputs, None))
+        return outputs
+
+    def _read(self, variable, autocast_dtype):
+        """The value of a variable as an operation gets it."""
+        with AutocastScope(autocast_dtype):
+            dtype = variable.dtype
+        key = id(variable), dtype
+        if key not in self._reads:
+            like = [keras.KerasTensor(variable.shape, dtype)]
+            read = Read(variable, dtype)
+            self._reads[key] = self._append(read, variable.path, like, [], weight=True)[0]
+        return self._reads[key]
+
+    def _expression(self, tensor, name, tensors, opened):
+        """A tensor that a composite's call made of its variables, or of shapes."""
+        expression = Expression(tensor, opened)
+        inputs = []
+        for source in expression.arguments:
+            if isinstance(source, keras.Variable):
+                inputs.append(self._read(source, None))
+            else:
+                kt, axis = source
+                like = [keras.KerasTensor((), "int32")]
+                operation = DimensionOf(axis)
+                inputs += self._append(operation, f"{name}/shape", like, [tensors[id(kt)]])
+        like = [keras.KerasTensor(tensor.shape, tensor.dtype.name)]
+        weight = any(x.weight for x in inputs)
+        return self._append(expression, f"{name}/weights", like, inputs, weight)[0]
+
+    def _resolve(self, layer, args, kwargs):
+        """What a layer is told of `training`, which it then leaves for those that follow."""
+        parameters = inspect.signature(layer.call).parameters
+        names = list(parameters)
+        if "training" in kwargs:
+            value = kwargs["training"]
+        elif "training" in names[: len(args)]:
+            value = args[names.index("training")]
+        elif self._training is not None:
+            value = self._training
+        else:
+            default = parameters["training"].default if "training" in parameters else None
+            value = None if default is inspect.Parameter.empty else default
+        self._training = value
+        return value
+
+
+def takes_position(layer, args):
+    """Whether `training` is among the positional arguments of a call."""
+    return "training" in list(inspect.signature(layer.call).parameters)[: len(args)]
+
+
+def _without_tensors(x):
+    """An argument that the call of a composite may be given in a graph of its own."""
+    if tf.is_tensor(x) and not hasattr(x, "numpy"):
+        value = tf.get_static_value(x)
+        if value is None:
+            raise NotOpenable("it is called on a tensor made of variables")
+        return np.asarray(value)
+    return x
+
+
+def _is_composite(operation):
+    """Whether a call of the operation may be a graph of others."""
+    if is_registered(operation):
+        return False
+    if not isinstance(operation, keras.layers.Layer):
+        return type(operation).__name__ == "DotProductAttention"
+    if operation.activity_regularizer is not None:
+        return False
+    written_by = type(operation).call.__module__
+    if written_by.split(".")[0] not in ("keras", "tf_gradscale"):
+        return not isinstance(operation, keras.layers.RNN)
+    return type(operation).call in _OPENED
+
+
+_OPENED = [
+    layer.call
+    for layer in (
+        keras.layers.MultiHeadAttention,
+        keras.layers.GroupQueryAttention,
+        keras.layers.Attention,
+        keras.layers.AdditiveAttention,
+    )
+]
+
+
+def _openable(node, kwargs, tensors):
     """The inner function of a nested model whose call is nothing but running it, else `None`."""
     model = node.operation
     inner = function_of(model) if isinstance(model, keras.Model) else None
-    plain = isinstance(model, Functional) and type(model).call is Functional.call
-    plain = plain or (
-        isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call
-    )
-    plain = plain or getattr(model, "is_gradient_scaled", False)
+    plain = type(model).call in (Functional.call, keras.Sequential.call)
+    plain = plain or getattr(model, "runs_its_graph", False)
     if inner is None or not plain or model.activity_regularizer is not None:
         return None
     # The inner function takes its inputs flat and in order, with the ranks it was built for, and
     # nothing but `training` besides; anything else is left to the model's own call.
-    kwargs = node.arguments.kwargs
     given = {key for key in kwargs if any(x is not None for x in keras.tree.flatten(kwargs[key]))}
     others = given - {"training"}
+    arguments = [tensors[id(kt)] for kt in {id(kt): kt for kt in node.input_tensors}.values()]
     same = len(arguments) == len(inner.inputs) == len(node.input_tensors)
     if others or not same or len(node.arguments.args) != 1:
         return None

@@ -24,7 +24,10 @@ def cut(graph):
             step.linear = True
         elif len(step.inputs) == 1:
             graph.steps.remove(step)
-            graph.outputs[i] = step.inputs[0]
+            graph.outputs[i] = logits = step.inputs[0]
+            for other in graph.steps:
+                # A mask that is set on the activation's output goes to the logits.
+                other.inputs = [logits if x is tensor else x for x in other.inputs]
         else:
             continue
         graph.head[i] = activation

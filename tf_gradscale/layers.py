@@ -1,11 +1,12 @@
 """A gradient-scaled layer, for use inside any Keras model."""
 
+import functools
 import types
 
 import keras
 
 from tf_gradscale.graph import function_of, scope_dtype, trace
-from tf_gradscale.model import check_layers, is_plain_forward
+from tf_gradscale.model import check_layers, is_plain_forward, unpacked
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
 
@@ -66,7 +67,9 @@ class GradientScaled(keras.layers.Layer):
         check_layers(self.layer)
         # The region's scales are no weights of the layer. Neither tracked by Keras nor a container,
         # which saving would walk into.
-        region = Region(trace(function, scope_dtype(self.layer)), self.config)
+        traced = functools.partial(trace, function, scope_dtype(self.layer))
+        region = Region(self.config)
+        region.add(traced)
         state = types.SimpleNamespace(function=function, region=region)
         object.__setattr__(self, "_scaling", state)
         super().build(input_shape)
@@ -82,8 +85,8 @@ class GradientScaled(keras.layers.Layer):
             outputs = self._scaling.function(inputs, training=training)
             return keras.tree.map_structure(_to_float32, outputs)
         outputs = self._scaling.region(keras.tree.flatten(inputs), training)
-        outputs = keras.tree.pack_sequence_as(self._scaling.function.output, outputs)
-        return outputs
+        # As a Functional model: a single output comes without the list around it.
+        return unpacked(outputs)
 
     def compute_output_spec(self, inputs, training=None):
         """The wrapped layer's, in float32."""

@@ -1,6 +1,7 @@
 """Keras models whose backward pass is gradient-scaled."""
 
 import contextlib
+import functools
 import threading
 import types
 
@@ -24,7 +25,7 @@ _mode = _Mode()
 
 
 @contextlib.contextmanager
-def _plain_forward():
+def plain_forward():
     """Within this scope, in this thread, models run as Keras would: nothing is differentiated."""
     before, _mode.plain = _mode.plain, True
     try:
@@ -38,10 +39,11 @@ def is_plain_forward():
     return _mode.plain
 
 
-class _GradientScaling:
+class GradientScaling:
     """What makes a Functional or Sequential model gradient-scaled; mixed in before its class."""
 
-    is_gradient_scaled = True
+    # Whether `call` does nothing but run the graph of a Functional or Sequential model.
+    runs_its_graph = True
 
     def _set_up(self, config):
         # Neither tracked by Keras nor a container, which saving would walk into.
@@ -58,6 +60,9 @@ class _GradientScaling:
         """The `ScaleRegistry` of the model."""
         return self._region().scales
 
+    def _has_scales(self):
+        return True
+
     def _region(self):
         """The region, made anew if layers were added since."""
         function = function_of(self)
@@ -68,9 +73,10 @@ class _GradientScaling:
             )
         if self._gradscale.function is not function:
             check_layers(self)
-            graph = trace(function, scope_dtype(self))
+            traced = functools.partial(trace, function, scope_dtype(self))
             self._gradscale.function = function
-            self._gradscale.region = Region(graph, self.config)
+            self._gradscale.region = Region(self.config)
+            self._gradscale.region.add(traced)
         return self._gradscale.region
 
     def call(self, inputs, training=None, mask=None, **kwargs):
@@ -81,38 +87,35 @@ class _GradientScaling:
         for x, one in zip(flat, keras.tree.flatten(mask) if mask is not None else [], strict=False):
             if one is not None:
                 x._keras_mask = one
-        outputs = self._region()(flat, training)
-        outputs = keras.tree.pack_sequence_as(function._outputs_struct, outputs)
-        single = isinstance(outputs, (list, tuple)) and len(outputs) == 1
-        return outputs[0] if single else outputs
+        return unpacked(self._region()(flat, training))
 
     def compile(self, optimizer="rmsprop", *args, **kwargs):
         """As `keras.Model.compile`; the optimizer is wrapped in `GradScaleOptimizer`."""
         optimizer = keras.optimizers.get(optimizer)
         if optimizer is not None and not isinstance(optimizer, GradScaleOptimizer):
             optimizer = GradScaleOptimizer(optimizer)
-        if optimizer is not None:
+        if optimizer is not None and self._has_scales():
             optimizer.attach(self.scales)
         super().compile(optimizer, *args, **kwargs)
 
     def compile_from_config(self, config):
         """As `keras.Model`'s, which does nothing where `compile` is overridden."""
         self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None and self.built:
+        if self.optimizer is not None and self.built and self._has_scales():
             self.optimizer.build(self.trainable_variables)
 
     def test_step(self, data):
-        with _plain_forward():
+        with plain_forward():
             return super().test_step(data)
 
     def predict_step(self, data):
-        with _plain_forward():
+        with plain_forward():
             return super().predict_step(data)
 
     def export(self, *args, **kwargs):
         """As `keras.Model.export`: only the plain forward graph is exported."""
         # Nested models and layers of this package run plainly as well.
-        with _plain_forward():
+        with plain_forward():
             return strip(self).export(*args, **kwargs)
 
     def get_config(self):
@@ -120,7 +123,7 @@ class _GradientScaling:
 
 
 @keras.saving.register_keras_serializable(package="tf_gradscale")
-class Model(_GradientScaling, keras.Model):
+class Model(GradientScaling, keras.Model):
     """A functional Keras model with a gradient-scaled backward pass.
 
     Built like `keras.Model(inputs, outputs)`, and like it a base class for models with their own
@@ -170,7 +173,7 @@ class Model(_GradientScaling, keras.Model):
 
 
 @keras.saving.register_keras_serializable(package="tf_gradscale")
-class Sequential(_GradientScaling, keras.Sequential):
+class Sequential(GradientScaling, keras.Sequential):
     """A `keras.Sequential` with a gradient-scaled backward pass; see `Model`.
 
     Args:
@@ -199,16 +202,23 @@ def convert(model, config=None):
     Layers, weights and names are shared with `model`, not copied, and so are `summary()`, saved
     weights and predictions. The new model is not compiled.
 
+    A model of a class of one's own, with a `call`, `train_step` or anything else written by hand,
+    is converted in place and returned: it stays an instance of that class. Its `call` is opened
+    into the layers and `keras.ops` it applies when it is first called on data.
+
     Args:
-        model: A Functional or Sequential `keras.Model`, built. Nested ones are scaled throughout.
+        model: A `keras.Model`. Models and layers inside are scaled throughout.
         config: A `GradScaleConfig`; by default the one of `set_global_policy`.
 
     Returns:
-        A `Model`, or a `Sequential` of this package.
+        A `Model` or a `Sequential` of this package; or `model` itself.
 
     Raises:
-        TypeError: If `model` is no Keras model, or a kind that cannot be converted.
-        ValueError: If a layer keeps its weights in 16 bits, or the model is not built.
+        TypeError: If `model` is no Keras model, has no `call`, or is gradient-scaled already.
+        ValueError: If a layer keeps its weights in 16 bits, or a Sequential is not built.
+
+    Warns:
+        UserWarning: If a layer inside cannot be opened; says what stopped it.
 
     Example:
 
@@ -218,15 +228,16 @@ def convert(model, config=None):
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "`convert` takes a Functional or Sequential keras.Model. For a single layer, use "
+            "`convert` takes a keras.Model. For a single layer, use "
             f"tf_gradscale.layers.GradientScaled(layer). Received: {model!r}"
         )
-    if isinstance(model, _GradientScaling):
+    if isinstance(model, GradientScaling):
         raise TypeError(
             f"Model '{model.name}' is gradient-scaled already; use it as it is, or "
             "`convert(strip(model), config)` for another configuration. "
             f"Received: a {type(model).__name__}"
         )
+    config = default_config() if config is None else checked(config)
     kind = type(model)
     if kind is keras.Sequential:
         # Checked first: an unbuilt Sequential has nothing to convert.
@@ -240,14 +251,18 @@ def convert(model, config=None):
         converted = Model(
             model._inputs_struct, model._outputs_struct, name=model.name, config=config
         )
-    else:
+    elif kind.call is keras.layers.Layer.call:
         raise TypeError(
-            "`convert` takes a Functional or Sequential model; this one has methods of its own. "
-            "If it is built as Model(inputs, outputs), derive its class from tf_gradscale.Model "
-            "instead of keras.Model. If its `call` is written by hand, convert the functional "
-            "parts it is made of, or wrap them in tf_gradscale.layers.GradientScaled. "
-            f"Received: model '{model.name}' of class {kind.__name__}"
+            f"Model '{model.name}' has no `call`, so that there is nothing to differentiate. "
+            "Convert the models that it trains before it is made of them. "
+            f"Received: a {kind.__name__}"
         )
+    else:
+        # handwritten builds on this module.
+        from tf_gradscale.handwritten import convert_in_place
+
+        check_layers(model)
+        return convert_in_place(model, config)
     converted.dtype_policy = model.dtype_policy
     converted.scales  # noqa: B018  (makes the region now, so that errors come now)
     return converted
@@ -260,7 +275,8 @@ def strip(model):
         model: A model made by `convert`, `Model` or `Sequential` of this package.
 
     Returns:
-        A `keras.Model` (a `keras.Sequential` for a Sequential), not compiled.
+        A `keras.Model` (a `keras.Sequential` for a Sequential), not compiled. A model that was
+        converted in place is given back its own class, and returned.
 
     Raises:
         TypeError: If the model is not gradient-scaled.
@@ -271,17 +287,27 @@ def strip(model):
     >>> type(strip(model)) is keras.Sequential
     True
     """
-    if not isinstance(model, _GradientScaling):
+    if not isinstance(model, GradientScaling):
         raise TypeError(
             "`strip` takes a model made by tf_gradscale.convert or tf_gradscale.Model. "
             f"Received: {model!r}"
         )
+    if not isinstance(model, (Model, Sequential)):
+        from tf_gradscale.handwritten import strip_in_place
+
+        return strip_in_place(model)
     if isinstance(model, keras.Sequential):
         plain = keras.Sequential(model._layers, model.trainable, model.name)
     else:
         plain = keras.Model(model._inputs_struct, model._outputs_struct, name=model.name)
     plain.dtype_policy = model.dtype_policy
     return plain
+
+
+def unpacked(outputs):
+    """A single output without the list around it, as Functional models return it."""
+    single = isinstance(outputs, (list, tuple)) and len(outputs) == 1
+    return outputs[0] if single else outputs
 
 
 def check_layers(model):

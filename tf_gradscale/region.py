@@ -11,6 +11,7 @@ from tensorflow.python.eager import record
 
 from tf_gradscale import heads
 from tf_gradscale.choose import Chooser
+from tf_gradscale.graph import Slot
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
@@ -29,14 +30,65 @@ class Region:
     with the outside in float32 and at their true magnitude.
 
     Args:
-        graph: The `graph.Graph`.
         config: The `GradScaleConfig`.
     """
 
-    def __init__(self, graph, config):
-        self.graph, self.config = graph, config
-        self.chooser = Chooser.of(config)
+    def __init__(self, config):
+        self.config = config
         self.scales = ScaleRegistry(config)
+        self._programs = {}
+
+    def add(self, trace, key=None):
+        """Adds a graph; all graphs of a region share its scales.
+
+        Args:
+            trace: Function of `training`, as in Keras, that gives the `graph.Graph`: what a layer
+                does may depend on it.
+            key: What the graph is for, where there are several.
+        """
+        for training in (True, False, None):
+            self.scales.begin()
+            program = _Program(trace(training), self.config, self.scales)
+            self._programs[key, training] = program
+        if not self.scales.is_built:
+            programs = self._programs.values()
+            weights = _distinct(w for program in programs for w in program.weights())
+            self.scales.build(weights, len(program.graph.outputs))
+
+    def __contains__(self, key):
+        return (key, None) in self._programs
+
+    def graph(self, training=True, key=None):
+        """The `graph.Graph` that is run."""
+        return self._programs[key, training].graph
+
+    def __call__(self, inputs, training, key=None):
+        """Runs a graph.
+
+        Args:
+            inputs: Flat list of tensors.
+            training: Python bool or `None`, as in Keras.
+            key: Which of the graphs.
+
+        Returns:
+            The outputs, in the structure of the graph; float ones are float32.
+        """
+        program = self._programs[key, None if training is None else bool(training)]
+        return keras.tree.pack_sequence_as(program.graph.structure, program(inputs))
+
+
+class _Program:
+    """A region's graph for one value of `training`.
+
+    Args:
+        graph: The `graph.Graph`.
+        config: The `GradScaleConfig`.
+        scales: The `ScaleRegistry` in which to reserve sites.
+    """
+
+    def __init__(self, graph, config, scales):
+        self.graph, self.config, self.scales = graph, config, scales
+        self.chooser = Chooser.of(config)
         heads.cut(graph)
         consumers = graph.consumers()
         self._producers = {id(t): step for step in graph.steps for t in step.outputs}
@@ -57,10 +109,16 @@ class Region:
                 self._edges[step, i] = self._edge(label, tensor, consumers, dtype, model)
         for i, tensor in enumerate(graph.inputs):
             self._reserve_branch(tensor, consumers, f"input_{i}")
-        weights = _weights(graph)
         if config.unscale == "optimizer":
-            _check_single_path(graph, weights)
-        self.scales.build(weights, len(graph.outputs))
+            _check_single_path(graph, self.weights())
+
+    def weights(self):
+        """The variables of the graph's layers, each once."""
+        return _distinct(
+            variable
+            for step in self.graph.steps
+            for variable in getattr(step.operation, "variables", ())
+        )
 
     def _edge(self, name, tensor, consumers, dtype="float32", model=None):
         """How a gradient reaches `tensor`: `None`, as it is; or through a cast.
@@ -85,16 +143,9 @@ class Region:
             names = [(f"{name}/branch", "branch")]
             self._branches[id(tensor)] = self.scales.add_group(names, len(users) + 1)
 
-    def __call__(self, inputs, training):
-        """Runs the graph.
-
-        Args:
-            inputs: Flat list of tensors.
-            training: Python bool or `None`, as in Keras.
-
-        Returns:
-            Flat list of tensors, the float ones in float32.
-        """
+    def __call__(self, inputs):
+        """Runs the graph on a flat list of tensors; see `Region`."""
+        self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks = []
         watched = [x for x in inputs if x.dtype.is_floating and _is_watched(x)]
@@ -104,7 +155,7 @@ class Region:
             def run(*xs):
                 for x, mask in zip(xs, masks, strict=True):
                     _set_mask(x, mask)
-                values, records = self._forward(xs, training)
+                values, records = self._forward(xs)
                 outputs = [values[id(t)] for t in self.graph.outputs]
                 made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
                 dtypes = [y.dtype for y in outputs]
@@ -123,14 +174,27 @@ class Region:
             _set_mask(y, mask)
         return outputs
 
-    def _forward(self, xs, training):
+    def _check_masks(self, inputs):
+        """Refuses a mask that composites, which were opened without it, would not see."""
+        for x, tensor in zip(inputs, self.graph.inputs, strict=True):
+            mask = getattr(x, "_keras_mask", None)
+            if self.graph.opened and mask is not None and not tensor.masked:
+                raise ValueError(
+                    "A mask must come from a layer of the model (Masking, or Embedding with "
+                    "mask_zero=True), or be an input of its own, to reach the layers inside. "
+                    f"Received: a mask of shape {mask.shape} with an input"
+                )
+
+    def _forward(self, xs):
         """Runs all steps. Returns the tensors by id, and each step's record."""
         values = dict(zip(map(id, self.graph.inputs), xs, strict=True))
         records = []
         for step in self.graph.steps:
             dtype = step.rule.input_dtype()
             arguments = [_cast_input(values[id(t)], dtype) for t in step.inputs]
-            outputs, kept = step.rule.forward(arguments, _caller(step, training))
+            for i, mask in step.masks.items():
+                _set_mask(arguments[i], values[id(mask)])
+            outputs, kept = step.rule.forward(arguments, _caller(step))
             for tensor, y in zip(step.outputs, outputs, strict=True):
                 if y.dtype.is_floating and y.dtype.name != tensor.dtype:
                     raise TypeError(
@@ -212,15 +276,8 @@ class Region:
         return lambda owner: needed[id(owner)]
 
 
-def _weights(graph):
-    """The variables of a graph's layers, each once."""
-    return list(
-        {
-            id(variable): variable
-            for step in graph.steps
-            for variable in getattr(step.operation, "variables", ())
-        }.values()
-    )
+def _distinct(variables):
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def _check_single_path(graph, weights):
@@ -244,24 +301,22 @@ def _check_single_path(graph, weights):
             )
 
 
-def _caller(step, training):
+def _caller(step):
     """Calls a step's operation on tensors, as the enclosing model would."""
 
     def call(inputs, method=None):
         operation = step.operation
-        args, kwargs = step.node.arguments.fill_in(dict(zip(step.keys, inputs, strict=True)))
-        # _call_has_training_arg: as Functional passes `training`, the run's value before all.
-        if getattr(operation, "_call_has_training_arg", False):
-            recorded = kwargs.get("training")
-            recorded = step.training if step.training is not None else recorded
-            kwargs["training"] = training if training is not None else recorded
+        args, kwargs = keras.tree.map_structure(
+            lambda x: inputs[x.index] if isinstance(x, Slot) else x, (step.args, step.kwargs)
+        )
         if isinstance(operation, keras.layers.Layer):
             if method is None:
                 return operation(*args, **kwargs)
+            accepted = inspect.signature(method).parameters
             mask = getattr(inputs[0], "_keras_mask", None)
-            if mask is not None and "mask" in inspect.signature(method).parameters:
+            if mask is not None and "mask" in accepted:
                 kwargs.setdefault("mask", mask)
-            return method(*args, **kwargs)
+            return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
         with AutocastScope(step.autocast_dtype):
             return operation(*args, **kwargs)
 

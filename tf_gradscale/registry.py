@@ -111,10 +111,18 @@ class ScaleRegistry:
         self.groups = []
         self._sites = []
         self._group_of = {}
+        # Groups by what was asked for, in order; those that the present graph has not asked for yet.
+        self._keys, self._free = [], {}
         self._variables = None
 
+    def begin(self):
+        """Begins the sites of another graph of the same model: those it has already are shared."""
+        self._free = {}
+        for key, group in self._keys:
+            self._free.setdefault(key, []).append(group)
+
     def add_group(self, names_and_kinds, factors):
-        """Adds sites that are chosen together.
+        """Adds sites that are chosen together, or finds them.
 
         Args:
             names_and_kinds: A list of (name, kind); names are made unique by a number.
@@ -123,6 +131,15 @@ class ScaleRegistry:
         Returns:
             The `Group`.
         """
+        key = tuple(names_and_kinds), factors
+        if self._free.get(key):
+            return self._free[key].pop(0)
+        if self.is_built:
+            raise ValueError(
+                "All calls of a model must go through the same layers, with the scales of the "
+                "first. Convert it anew for inputs of another kind. "
+                f"Received: a call with {names_and_kinds[0][0]!r} besides"
+            )
         sites = []
         for name, kind in names_and_kinds:
             taken = {site.name for site in self._sites}
@@ -134,6 +151,7 @@ class ScaleRegistry:
         start = sum(group.size for group in self.groups)
         self.groups.append(Group(len(self.groups), start, sites, factors))
         self._group_of.update(dict.fromkeys(sites, self.groups[-1]))
+        self._keys.append((key, self.groups[-1]))
         return self.groups[-1]
 
     def build(self, weights, outputs):
@@ -172,6 +190,11 @@ class ScaleRegistry:
             if self.config.unscale == "optimizer":
                 self._variables["inverses"] = create("inverses", [1.0] * len(weights), "float32")
                 self._variables["unapplied"] = create("unapplied", 0, "int32")
+
+    @property
+    def is_built(self):
+        """Whether the variables exist: no site can be added any more."""
+        return self._variables is not None
 
     @property
     def variables(self):
@@ -346,6 +369,12 @@ def autocast_off():
     """Within this scope, Keras variables give their stored float32 value, not a cast one."""
     with AutocastScope(None):
         yield
+
+
+def variable_value(variable):
+    """The `tf.Variable` behind a Keras variable, uncast."""
+    with autocast_off():
+        return variable.value
 
 
 def _power(value):

@@ -5,7 +5,8 @@ import tensorflow as tf
 
 from tf_gradscale import tensors
 from tf_gradscale.estimate import exp2, log2, max_abs
-from tf_gradscale.rules.base import Scaled, variable_value
+from tf_gradscale.registry import variable_value
+from tf_gradscale.rules.base import Scaled
 
 # A site that was all zero is measured again in the next pass, at most so often in a row.
 _PATIENCE = 64.0

@@ -3,11 +3,22 @@
 import keras
 
 from tf_gradscale.rules.base import Rule, Scaled
-from tf_gradscale.rules.carry import Carry, Measured, is_neutral
+from tf_gradscale.rules.bilinear import Bilinear
+from tf_gradscale.rules.carry import Carry, Measured, Outside, is_neutral
 from tf_gradscale.rules.gemm import Gemm
 from tf_gradscale.rules.normalization import Normalization
 
-__all__ = ["Carry", "Gemm", "Measured", "Normalization", "Rule", "Scaled", "register", "rule_for"]
+__all__ = [
+    "Bilinear",
+    "Carry",
+    "Gemm",
+    "Measured",
+    "Normalization",
+    "Rule",
+    "Scaled",
+    "register",
+    "rule_for",
+]
 
 _registered: dict[type, type] = {}
 
@@ -36,13 +47,28 @@ def register(layer_class, rule):
     _registered[layer_class] = rule
 
 
+def is_registered(operation):
+    """Whether a class of the operation has a rule of its user's own."""
+    return any(known in _registered for known in type(operation).__mro__)
+
+
+def is_product(step):
+    """Whether a step is differentiated by Theorem 1."""
+    registered = is_registered(step.operation)
+    return registered or Gemm.takes(step.operation) or Bilinear.takes(step)
+
+
 def rule_for(step, registry):
     """Makes the rule of a step: a registered one, else the first of the table that takes it."""
     for known in type(step.operation).__mro__:
         if known in _registered:
             return _registered[known](step, registry)
+    if not any(tensor.is_float for tensor in step.outputs):
+        return Outside(step, registry)
+    if Bilinear.takes(step):
+        return Bilinear(step, registry)
     for rule in (Gemm, Normalization):
         if rule.takes(step.operation):
             return rule(step, registry)
-    rule = Carry if is_neutral(step.operation) else Measured
+    rule = Carry if is_neutral(step) else Measured
     return rule(step, registry)

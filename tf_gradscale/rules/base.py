@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf_gradscale.registry import autocast_off
-
 
 class Scaled(NamedTuple):
     """The paper's 2-tuple ⟨α, ∇X⟩ (Section 4.1): the gradient is α times the true one.
@@ -52,6 +50,8 @@ class Rule:
         if isinstance(operation, keras.layers.Layer):
             is_float = "float" in operation.compute_dtype
             return operation.compute_dtype if operation.autocast and is_float else None
+        if hasattr(operation, "compute_dtype"):
+            return operation.compute_dtype
         floats = {tensor.dtype for tensor in self.step.inputs if tensor.is_float}
         made = {tensor.dtype for tensor in self.step.outputs}
         if made == {"float32"} and ("float32" in floats or type(operation).__name__ == "Cast"):
@@ -82,9 +82,3 @@ class Rule:
             For each input a `Scaled`, or `None` where no gradient flows.
         """
         raise NotImplementedError
-
-
-def variable_value(variable):
-    """The `tf.Variable` behind a Keras variable, uncast."""
-    with autocast_off():
-        return variable.value

@@ -3,8 +3,22 @@
 import keras
 import tensorflow as tf
 
-from tf_gradscale.rules.base import Rule, Scaled, variable_value
+from tf_gradscale.attention import AttentionWeights
+from tf_gradscale.inner import Read
+from tf_gradscale.registry import variable_value
+from tf_gradscale.rules.base import Rule, Scaled
+from tf_gradscale.shapes import DynamicReshape
 from tf_gradscale.tensors import cast, multiply
+
+
+class Outside(Rule):
+    """An operation on masks, indices and the like, to which no gradient comes."""
+
+    def forward(self, inputs, call):
+        return keras.tree.flatten(call(inputs)), None
+
+    def backward(self, record, upstream, walk):
+        return [None] * len(self.step.inputs)
 
 
 class Carry(Rule):
@@ -100,11 +114,17 @@ def _dense(gradient):
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def is_neutral(operation):
+def is_neutral(step):
     """Whether an operation neither shrinks nor grows gradients much: it needs no measurement."""
+    operation = step.operation
     if isinstance(operation, NEUTRAL_LAYERS):
         return not getattr(operation, "layers", None)
-    return type(operation).__name__ in NEUTRAL_OPS and _is_keras_op(operation)
+    if isinstance(operation, (AttentionWeights, DynamicReshape, Read)):
+        return True
+    # A broadcast operand's gradient is a sum over all places it went to.
+    same = len({tensor.shape for tensor in step.inputs if tensor.is_float}) <= 1
+    name = type(operation).__name__
+    return name in NEUTRAL_OPS and _is_keras_op(operation) and (same or name not in ELEMENTWISE)
 
 
 def _is_keras_op(operation):
@@ -147,6 +167,7 @@ NEUTRAL_LAYERS = (
     _layers.Identity,
 )
 # keras.ops by class name: the classes are not exported.
+ELEMENTWISE = frozenset("Add Subtract Maximum Minimum Where".split())
 NEUTRAL_OPS = frozenset(
     "Relu Relu6 LeakyRelu Elu Selu Gelu Silu Softplus Tanh Sigmoid Softmax LogSoftmax HardTanh "
     "HardSigmoid Add Subtract Negative Maximum Minimum Absolute Concatenate Stack Split Unstack "

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf_gradscale.rules.base import Rule, Scaled, variable_value
+from tf_gradscale.registry import variable_value
+from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.tensors import multiply
 
 

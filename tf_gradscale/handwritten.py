@@ -1,0 +1,150 @@
+"""Models whose `call`, `train_step` or other methods are written by hand, converted in place."""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+# keras.src: not exported; tests/test_platform.py notices if they go.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.models.functional import Functional
+
+from tf_gradscale.graph import trace_call
+from tf_gradscale.model import GradientScaling, check_layers, is_plain_forward, plain_forward
+from tf_gradscale.region import Region
+
+
+class InPlace(GradientScaling):
+    """Mixed in before the class of a model with methods of its own."""
+
+    def export(self, *args, **kwargs):
+        """As `keras.Model.export`: only the plain forward graph is exported."""
+        with plain_forward():
+            return super(GradientScaling, self).export(*args, **kwargs)
+
+    def get_config(self):
+        """That of the plain model: saved, it is an instance of its own class."""
+        return super(GradientScaling, self).get_config()
+
+
+class Handwritten(InPlace):
+    """Mixed in before the class of a model whose `call` is written by hand."""
+
+    runs_its_graph = False
+
+    def _set_up(self, config):
+        super()._set_up(config)
+        self._gradscale.region = Region(config)
+
+    def _has_scales(self):
+        return self._gradscale.region.scales.is_built
+
+    def _region(self):
+        if not self._has_scales():
+            raise ValueError(
+                f"Model '{self.name}' has a `call` of its own, and must be called on a batch "
+                "before its scales are known. Call it once, or train it for a step. "
+                "Received: a model that was never called"
+            )
+        return self._gradscale.region
+
+    def plain_call(self, *args, **kwargs):
+        """What its author wrote."""
+        return super(GradientScaling, self).call(*args, **kwargs)
+
+    def scaled_call(self, *args, training=None, **kwargs):
+        """The same, with its gradients scaled."""
+        region = self._gradscale.region
+        flat = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
+        key = repr(keras.tree.map_structure(_description, (args, kwargs)))
+        if key not in region:
+            self._add_call(args, kwargs, key)
+        return region(flat, training, key)
+
+    def _add_call(self, args, kwargs, key):
+        """Makes the graph of a call on arguments of this kind."""
+        region = self._gradscale.region
+        first = not region.scales.is_built
+        if first and not tf.distribute.in_cross_replica_context() and _is_distributed():
+            raise RuntimeError(
+                f"Model '{self.name}' has a `call` of its own. Call it on one batch within "
+                "`strategy.scope()` before `strategy.run`, so that its scales can be made. "
+                "Received: a first call on a replica"
+            )
+        check_layers(self)
+        args, kwargs = keras.tree.map_structure(_as_keras_tensor, (args, kwargs))
+        # Graphs of their own are made to try out layers; none may be left in the model's.
+        with tf.init_scope():
+            region.add(functools.partial(trace_call, self, args, kwargs), key)
+        if first and getattr(self, "optimizer", None) is not None:
+            self.optimizer.attach(region.scales)
+
+    def _symbolic_build(self, iterator=None, data_batch=None):
+        # Keras calls it to build a model in the scope of its strategy, before it runs on replicas.
+        if data_batch is not None:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+            self(keras.tree.map_structure(tf.convert_to_tensor, x), training=False)
+        super()._symbolic_build(iterator, data_batch)
+
+
+def convert_in_place(model, config):
+    """Gives a model a class that is gradient-scaled, and its own class otherwise."""
+    kind = type(model)
+    plain = kind.call is Functional.call or kind.call is keras.Sequential.call
+    mixin = InPlace if plain else Handwritten
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if not plain:
+        members["call"] = _call_of(kind)
+    # object.__setattr__: not a change of state that Keras would track.
+    object.__setattr__(model, "__class__", type(kind.__name__, (mixin, kind), members))
+    model._set_up(config)
+    return model
+
+
+def strip_in_place(model):
+    """Gives a model back the class that it had."""
+    object.__setattr__(model, "__class__", type(model).__bases__[1])
+    object.__delattr__(model, "_gradscale")
+    return model
+
+
+def _call_of(kind):
+    """The `call` of a converted class: Keras looks at its signature."""
+
+    @functools.wraps(kind.call)
+    def call(self, *args, **kwargs):
+        symbolic = any(
+            isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))
+        )
+        # Keras works out shapes in a stateless scope; nothing is differentiated there.
+        if is_plain_forward() or symbolic or in_stateless_scope():
+            return self.plain_call(*args, **kwargs)
+        return self.scaled_call(*args, **kwargs)
+
+    return call
+
+
+def _description(x):
+    if not tf.is_tensor(x):
+        return repr(x)
+    masked = " masked" if getattr(x, "_keras_mask", None) is not None else ""
+    return f"{x.dtype.name}{_shape(x)}{masked}"
+
+
+def _as_keras_tensor(x):
+    if not tf.is_tensor(x):
+        return x
+    kt = keras.KerasTensor(_shape(x), x.dtype.name)
+    mask = getattr(x, "_keras_mask", None)
+    if mask is not None:
+        kt._keras_mask = keras.KerasTensor(_shape(mask), mask.dtype.name)
+    return kt
+
+
+def _shape(x):
+    """The static shape, but for the size of the batch."""
+    return (None, *x.shape[1:]) if len(x.shape) else ()
+
+
+def _is_distributed():
+    return tf.distribute.get_strategy().num_replicas_in_sync > 1

@@ -1,0 +1,124 @@
+"""f_G of two activations: a scale for the gradient of each operand."""
+
+import keras
+import tensorflow as tf
+
+from tf_gradscale.rules.base import Rule, Scaled
+
+
+class Bilinear(Rule):
+    """A product of two tensors, such as queries with keys.
+
+    Backward: ⟨αβ_A, f_G(∇Y, β_A·B)⟩ and ⟨αβ_B, f_G(β_B·A, ∇Y)⟩, each β by Theorem 1, each
+    multiplied into the other operand. N, the number of products summed into one entry of ∇A, is
+    the number of all products over the number of entries of A.
+    """
+
+    def __init__(self, step, registry):
+        super().__init__(step, registry)
+        names = [(f"{step.name}/{operand}", "gemm") for operand in ("a", "b")]
+        self.group = registry.add_group(names, 4)
+        self.products = PRODUCTS[_name(step.operation)]
+        # A weight's gradient is a coherent sum over a batch, larger than that of random terms.
+        self.weights = tuple(tensor.weight for tensor in step.inputs)
+
+    @classmethod
+    def takes(cls, step):
+        """Whether a step is a product of two different tensors."""
+        floats = all(tensor.is_float for tensor in step.inputs)
+        return _name(step.operation) in PRODUCTS and len(step.inputs) == 2 and floats
+
+    def forward(self, inputs, call):
+        def product(a, b):
+            return keras.tree.flatten(call([a, b]))[0]
+
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(inputs)
+            y = product(*inputs)
+        return [y], (inputs, product, y)
+
+    def backward(self, record, upstream, walk):
+        (a, b), product, y = record
+        pair = upstream[0]
+        alpha, dy = pair.log2_alpha, pair.gradient
+
+        def measure(*state):
+            count = self.products(self.step, a, b, y)
+            return walk.chooser.bilinear(dy, a, b, count, alpha, *state, weights=self.weights)
+
+        def keep(*state):
+            return walk.chooser.unmeasured(alpha, *state, sites=2)
+
+        part = walk.decide(self.group, [pair], self.step, y.dtype, measure, keep)
+        _, _, alpha_a, alpha_b, _, _, _, beta_a, beta_b, inverse_a, inverse_b = part
+        with tf.GradientTape() as tape:
+            tape.watch(a)
+            y = product(a, _times(b, beta_a))
+        da = tape.gradient(y, a, output_gradients=dy)
+        with tf.GradientTape() as tape:
+            tape.watch(b)
+            y = product(_times(a, beta_b), b)
+        db = tape.gradient(y, b, output_gradients=dy)
+        site_a, site_b = self.group.sites
+        return [
+            Scaled(alpha_a, da, inverse_a, (site_a,)),
+            Scaled(alpha_b, db, inverse_b, (site_b,)),
+        ]
+
+
+def _times(x, factor):
+    """x times a power of two, by way of float32: the factor may be no number of the format."""
+    return tf.cast(tf.cast(x, tf.float32) * factor, x.dtype)
+
+
+def _name(operation):
+    """Under which name the operation stands in `PRODUCTS`, if it does."""
+    kind = type(operation)
+    package = kind.__module__
+    if package.startswith(("keras.src.ops.", "tf_gradscale.attention")):
+        return kind.__name__
+    return kind if kind is keras.layers.Dot else None
+
+
+def _size(x):
+    return tf.cast(tf.size(x), tf.float32)
+
+
+def _matmul(step, a, b, y):
+    return _size(y) * tf.cast(tf.shape(a)[-1], tf.float32)
+
+
+def _einsum(step, a, b, y):
+    """All products: the extents of all letters, those in both operands counted once."""
+    operands = step.operation.subscripts.replace(" ", "").split("->")[0]
+    letters_a, letters_b = operands.split(",")
+    shared = [letter for letter in letters_a.replace("...", "") if letter in letters_b]
+    count = _size(a) * _size(b)
+    shape = tf.cast(tf.shape(a), tf.float32)
+    for letter in shared:
+        index = letters_a.replace("...", "").index(letter)
+        if "..." in letters_a and index >= letters_a.index("..."):
+            index -= len(letters_a.replace("...", ""))
+        count /= shape[index]
+    return count
+
+
+def _tensordot(step, a, b, y):
+    # size(a)·size(b) counts every contraction twice: size(a)·size(b) = size(y)·K².
+    return _size(y) * tf.sqrt(_size(a) * _size(b) / tf.maximum(_size(y), 1.0))
+
+
+def _dot(step, a, b, y):
+    axes = step.operation.axes
+    axis = axes if isinstance(axes, int) else axes[0]
+    return _size(y) * tf.cast(tf.shape(a)[axis], tf.float32)
+
+
+# By class, or by the name of a class of keras.ops that is not exported.
+PRODUCTS = {
+    "Matmul": _matmul,
+    "Einsum": _einsum,
+    "Tensordot": _tensordot,
+    "Product": _einsum,
+    keras.layers.Dot: _dot,
+}

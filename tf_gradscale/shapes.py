@@ -1,0 +1,80 @@
+"""Shapes that are not known before the run, within the call of an opened composite.
+
+`keras.ops.shape` of a Keras tensor gives `None` for such a dimension, with which nothing can be
+computed. A composite's call may well do so (`batch, length, _ = ops.shape(x)`): where it runs on
+tensors, it gets a number. While it is opened, it gets a stand-in for that number.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+from keras.src import ops as keras_ops
+
+
+class DynamicReshape(keras.Operation):
+    """`keras.ops.reshape` to a shape of which some dimensions are tensors."""
+
+    def call(self, x, *shape):
+        """The tensor, reshaped."""
+        return tf.reshape(x, tf.stack([tf.cast(size, tf.int32) for size in shape]))
+
+    def compute_output_spec(self, x, *shape):
+        """What is known of it."""
+        return keras.KerasTensor(_static(shape), x.dtype)
+
+
+class DynamicBroadcast(DynamicReshape):
+    """`keras.ops.broadcast_to` a shape of which some dimensions are tensors."""
+
+    def call(self, x, *shape):
+        """The tensor, broadcast."""
+        return tf.broadcast_to(x, tf.stack([tf.cast(size, tf.int32) for size in shape]))
+
+
+@contextlib.contextmanager
+def dynamic_shapes(scope):
+    """Within it, `keras.ops.shape` of a Keras tensor gives tensors for unknown dimensions.
+
+    Args:
+        scope: Tells whose calls are meant (`is_current`), and gives a `dimension` its stand-in.
+    """
+    originals = {name: getattr(keras.ops, name) for name in ("shape", "reshape", "broadcast_to")}
+
+    def shape(x):
+        if not (isinstance(x, keras.KerasTensor) and scope.is_current()):
+            return originals["shape"](x)
+        return tuple(
+            scope.dimension(x, axis) if size is None else size for axis, size in enumerate(x.shape)
+        )
+
+    def reshape(x, newshape):
+        return _shaped(DynamicReshape, originals["reshape"], x, newshape)
+
+    def broadcast_to(x, shape):
+        return _shaped(DynamicBroadcast, originals["broadcast_to"], x, shape)
+
+    patched = {"shape": shape, "reshape": reshape, "broadcast_to": broadcast_to}
+    # Keras' own layers find the functions in keras.src.ops, others in keras.ops.
+    modules = (keras.ops, keras_ops)
+    for module in modules:
+        for name, function in patched.items():
+            setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module in modules:
+            for name, function in originals.items():
+                setattr(module, name, function)
+
+
+def _shaped(operation, original, x, shape):
+    sizes = shape if isinstance(shape, (list, tuple)) else [shape]
+    if isinstance(x, keras.KerasTensor) and any(tf.is_tensor(size) for size in sizes):
+        return operation()(x, *sizes)
+    return original(x, shape)
+
+
+def _static(shape):
+    sizes = [tf.get_static_value(s) if tf.is_tensor(s) else s for s in shape]
+    return tuple(None if size is None or size == -1 else int(size) for size in sizes)
