@@ -4,14 +4,20 @@ A test here fails when such a name goes or changes its meaning, and says where t
 """
 
 import ast
+import inspect
 import pathlib
 import re
+import types
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src import ops as keras_ops
 from keras.src.backend import AutocastScope
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 from tensorflow.python.eager import record
@@ -31,12 +37,16 @@ PRIVATE = {
     "_distribution_strategy",
     "_flatten_layers",
     "_functional",
+    "_inbound_nodes",
     "_inputs_struct",
     "_kernel",
+    "_keras_history",
     "_keras_mask",
     "_layers",
     "_nodes_by_depth",
+    "_outbound_nodes",
     "_outputs_struct",
+    "_remat_mode",
     "_standardize_inputs",
     "_stateful_handle_finite_grads",
     "_stateful_handle_non_finite_grads",
@@ -44,9 +54,12 @@ PRIVATE = {
     "_trainable_variables",
 }
 MODULES = {
+    "keras.src",
     "keras.src.backend",
+    "keras.src.backend.common",
+    "keras.src.backend.common.stateless_scope",
+    "keras.src.layers.layer",
     "keras.src.models.functional",
-    "keras.src.ops.node",
     "tensorflow.python.eager",
 }
 
@@ -337,7 +350,8 @@ def test_operations_are_known_by_class_name():
         operation = kt._keras_history.operation
         assert type(operation).__name__ == name
         assert type(operation).__module__.startswith("keras.src.ops.") or name == "Identity"
-        assert carry.is_neutral(operation) or name == "Cast"
+        step = types.SimpleNamespace(operation=operation, inputs=[])
+        assert carry.is_neutral(step) or name == "Cast"
     # None is listed that does not exist.
     assert set(made) | {"Cast"} >= carry.NEUTRAL_OPS
 
@@ -467,3 +481,101 @@ def test_variables_in_custom_gradients_come_as_themselves():
         y = product(tf.constant(1.0))
     tape.gradient(y, variables[:2])
     assert {v.ref() for v in variables[:2]} <= set(seen)
+
+
+# --- Opening composites --------------------------------------------------------------------------
+
+
+def test_nodes_are_found_from_tensors_and_layers():
+    """_keras_history, _inbound_nodes and _outbound_nodes: lists that each call appends to."""
+    layer = layers.Dense(2)
+    x = keras.Input((3,))
+    first, second = layer(x), layer(x)
+    assert second._keras_history.operation is layer
+    assert layer._inbound_nodes[second._keras_history.node_index].outputs == [second]
+    layers.ReLU()(first)
+    assert [len(layer._inbound_nodes), len(layer._outbound_nodes)] == [2, 1]
+    assert not layer._inbound_nodes[0].is_input
+
+
+def test_keras_tensors_are_numbered():
+    """In the order in which they are made: what is called first in a composite runs first."""
+    names = [keras.ops.abs(keras.KerasTensor((2,))).name for _ in range(12)]
+    numbers = [int(name.rpartition("_")[2]) for name in names]
+    assert numbers == sorted(numbers)
+
+
+def test_names_are_counted_in_one_dictionary():
+    """object_name_uids: restored after a composite was opened."""
+    layers.Dense(2)
+    names = global_state.get_global_attribute("object_name_uids")
+    before = names["dense"]
+    layers.Dense(2)
+    assert names["dense"] == before + 1
+
+
+def test_symbolic_calls_can_be_replaced():
+    """`Layer.__call__` runs `symbolic_call` of the instance where it is given Keras tensors."""
+    layer = layers.Dense(2)
+    layer.build((None, 3))
+    given = []
+    vars(layer)["symbolic_call"] = lambda x: given.append(x) or x
+    x = keras.KerasTensor((None, 3))
+    assert layer(x) is x and given == [x]
+
+
+def test_call_context():
+    """current_call_ctx: what nested calls take `training` from, where nobody says."""
+    told = []
+
+    class Told(layers.Layer):
+        def call(self, x, training=None):
+            told.append(training)
+            return x
+
+    context = CallContext(entry_layer=None)
+    context.set_value("training", "context")
+    layer = Told()
+    global_state.set_global_attribute("current_call_ctx", context)
+    try:
+        layer(tf.zeros((1, 1)))
+        layer(tf.zeros((1, 1)), training=True)
+        layer(tf.zeros((1, 1)))
+    finally:
+        global_state.set_global_attribute("current_call_ctx", None)
+    # A call leaves what it was told to those that follow.
+    assert told == ["context", True, True]
+
+
+def test_layers_know_whether_they_are_rematerialized():
+    assert layers.Dense(2)._remat_mode is None
+    with keras.RematScope("full"):
+        assert layers.Dense(2)._remat_mode is not None
+
+
+def test_stateless_scopes_give_values_and_are_known():
+    """Variables ask the scope's `get_current_value`; FuncGraph takes placeholders."""
+    variable = keras.Variable(1.0)
+
+    class Scope(keras.StatelessScope):
+        def get_current_value(self, variable):
+            return tf.constant(2.0)
+
+    assert not in_stateless_scope()
+    with Scope():
+        assert in_stateless_scope()
+        assert float(variable.value) == 2.0
+    assert float(variable.value) == 1.0
+    graph = tf.__internal__.FuncGraph("scratch")
+    with graph.as_default():
+        assert tf.compat.v1.placeholder("float32", (2,)).graph is graph
+
+
+def test_shape_functions_are_looked_up_in_their_modules():
+    """Keras' layers call them as attributes of keras.src.ops, users as those of keras.ops."""
+    assert keras_ops.shape is keras.ops.shape
+    assert keras.ops.shape(keras.KerasTensor((None, 3))) == (None, 3)
+    source = inspect.getsource(layers.MultiHeadAttention)
+    assert "ops.shape(" in source and "from keras.src import ops" in inspect.getsource(
+        inspect.getmodule(layers.MultiHeadAttention)
+    )

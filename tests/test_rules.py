@@ -135,11 +135,11 @@ def error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-def gradient_error(name, converted):
-    """The largest error of a float16 gradient, where true ones are about 2^-22."""
+def gradient_error(name, converted, multiplier=1.0):
+    """The largest error of a float16 gradient, where true ones are about 2^-22 × multiplier."""
     model, x = build(name, "mixed_float16")
     reference, _ = build(name, "float32")
-    weights = 2.0**-22 * normal(reference(x).shape, 101)
+    weights = multiplier * 2.0**-22 * normal(reference(x).shape, 101)
     found = gradients(gs.convert(model) if converted else model, x, weights)
     wanted = gradients(reference, x, weights)
     return max(error(f, w) for f, w in zip(found, wanted, strict=True))
@@ -147,7 +147,11 @@ def gradient_error(name, converted):
 
 @pytest.mark.parametrize("name", [*PRODUCTS, *NORMALIZATIONS])
 def test_float16_gradients_are_close_to_float32(name):
-    assert gradient_error(name, converted=True) < 5e-3
+    error = gradient_error(name, converted=True)
+    if not error < 5e-3 and gradient_error(name, converted=False, multiplier=2.0**14) > 0.5:
+        # oneDNN's einsum of "...b,bc->...c", on processors that compute in float16.
+        pytest.skip("TensorFlow's own float16 product is wrong on this processor")
+    assert error < 5e-3
 
 
 @pytest.mark.parametrize("name", ["dense", "conv2d", "separable2d", "layer"])

@@ -265,9 +265,7 @@ class _Tracer:
         made = None
         if function is not None:
             inputs = [tensors[id(kt)] for kt in node.input_tensors]
-            made = self.function(
-                function, inputs, f"{name}/", training, scope_dtype(operation)
-            )
+            made = self.function(function, inputs, f"{name}/", training, scope_dtype(operation))
         elif _is_composite(operation):
             state = len(self.steps), self._training, self.opened, dict(self._reads)
             made = self._composite(operation, args, kwargs, before, tensors, name, opened)
@@ -322,7 +320,9 @@ class _Tracer:
                 return slot(self._read(x, autocast_dtype))
             if opened is not None and tf.is_tensor(x) and not hasattr(x, "numpy"):
                 value = tf.get_static_value(x)
-                return value if value is not None else slot(self._expression(x, name, tensors, opened))
+                return (
+                    value if value is not None else slot(self._expression(x, name, tensors, opened))
+                )
             return x
 
         args, kwargs = keras.tree.map_structure(replace, (tuple(args), dict(kwargs)))

@@ -113,9 +113,7 @@ def _call_of(kind):
 
     @functools.wraps(kind.call)
     def call(self, *args, **kwargs):
-        symbolic = any(
-            isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))
-        )
+        symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs)))
         # Keras works out shapes in a stateless scope; nothing is differentiated there.
         if is_plain_forward() or symbolic or in_stateless_scope():
             return self.plain_call(*args, **kwargs)

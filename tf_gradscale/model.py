@@ -251,7 +251,7 @@ def convert(model, config=None):
         converted = Model(
             model._inputs_struct, model._outputs_struct, name=model.name, config=config
         )
-    elif kind.call is keras.layers.Layer.call:
+    elif kind.call in (keras.Model.call, keras.layers.Layer.call):
         raise TypeError(
             f"Model '{model.name}' has no `call`, so that there is nothing to differentiate. "
             "Convert the models that it trains before it is made of them. "

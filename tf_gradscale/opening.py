@@ -273,7 +273,9 @@ def _number(node):
     if not numbers or not all(number.isdigit() for number in numbers):
         # The first ever made has no number.
         if [kt.name for kt in node.outputs] != ["keras_tensor"]:
-            raise NotOpenable(f"'{node.operation.name}' names its outputs, so that their order is lost")
+            raise NotOpenable(
+                f"'{node.operation.name}' names its outputs, so that their order is lost"
+            )
         return 0
     return min(map(int, numbers))
 

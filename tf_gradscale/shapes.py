@@ -9,6 +9,8 @@ import contextlib
 
 import keras
 import tensorflow as tf
+
+# keras.src: where Keras' own layers find the functions; tests/test_platform.py notices a change.
 from keras.src import ops as keras_ops
 
 
@@ -55,7 +57,6 @@ def dynamic_shapes(scope):
         return _shaped(DynamicBroadcast, originals["broadcast_to"], x, shape)
 
     patched = {"shape": shape, "reshape": reshape, "broadcast_to": broadcast_to}
-    # Keras' own layers find the functions in keras.src.ops, others in keras.ops.
     modules = (keras.ops, keras_ops)
     for module in modules:
         for name, function in patched.items():
