@@ -320,9 +320,9 @@ class _Tracer:
                 return slot(self._read(x, autocast_dtype))
             if opened is not None and tf.is_tensor(x) and not hasattr(x, "numpy"):
                 value = tf.get_static_value(x)
-                return (
-                    value if value is not None else slot(self._expression(x, name, tensors, opened))
-                )
+                if value is None:
+                    return slot(self._expression(x, name, tensors, opened))
+                return value
             return x
 
         args, kwargs = keras.tree.map_structure(replace, (tuple(args), dict(kwargs)))

@@ -1,4 +1,4 @@
-"""What an opened composite does besides calling layers and `keras.ops`, as operations of its own."""
+"""What an opened composite does besides calling layers and `keras.ops`, as operations."""
 
 import tensorflow as tf
 
