@@ -26,9 +26,9 @@ class Opened(NamedTuple):
 
     `arguments`: (outer, inner) Keras tensors, what it was called on; `masks`: (outer, inner mask),
     for those of the outer tensors that have one. `nodes`: Keras nodes in the order in which the
-    call made them. `outputs`: its Keras tensors, as the call returns them. `reads`: the placeholders that stand for
-    variables, and for dimensions as (Keras tensor, axis), by name of the operation. `graph`: the TensorFlow graph they live in.
-    `cleared`: outer tensors from which the call took their mask.
+    call made them. `outputs`: its Keras tensors, as the call returns them. `graph`: the scratch
+    graph in which it ran. `reads`: what its placeholders stand for, by their names: variables,
+    and dimensions as (Keras tensor, axis). `cleared`: outer tensors that lost their mask.
     """
 
     arguments: list
@@ -259,7 +259,7 @@ def _nodes(waiting, histories, inner):
 
 
 def _check_attributes(operation):
-    """Refuses an operation that holds a tensor of the scratch graph, which it would use for ever."""
+    """Refuses an operation that holds a tensor of the scratch graph as an attribute."""
     if isinstance(operation, keras.layers.Layer):
         return
     for name, value in vars(operation).items():
@@ -273,9 +273,7 @@ def _number(node):
     if not numbers or not all(number.isdigit() for number in numbers):
         # The first ever made has no number.
         if [kt.name for kt in node.outputs] != ["keras_tensor"]:
-            raise NotOpenable(
-                f"'{node.operation.name}' names its outputs, so that their order is lost"
-            )
+            raise NotOpenable(f"'{node.operation.name}' names its outputs: their order is lost")
         return 0
     return min(map(int, numbers))
 

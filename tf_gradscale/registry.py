@@ -111,7 +111,7 @@ class ScaleRegistry:
         self.groups = []
         self._sites = []
         self._group_of = {}
-        # Groups by what was asked for, in order; those that the present graph has not asked for yet.
+        # Groups with what was asked for; and those that the present graph has not asked for yet.
         self._keys, self._free = [], {}
         self._variables = None
 
