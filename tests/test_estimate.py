@@ -172,7 +172,7 @@ def test_cast_of_equal_magnitudes(kind, model):
 def test_variable():
     """By Cauchy-Schwarz no entry of XᵀβW∇Y comes within the margin of λ_max."""
     rng = np.random.default_rng(3)
-    for decade in range(-12, 7):
+    for decade in range(-12, 3):  # a float16 gradient is no larger
         x = rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-3, 4, 5)
         dy = rng.lognormal(0.0, 2.0, (64, 7)) * 10.0**decade
         norm_x, norm_dy = (np.linalg.norm(a, axis=0).max() for a in (x, dy))
