@@ -32,6 +32,8 @@ class AttentionWeights(keras.Operation):
     """
 
     compute_dtype = "float32"
+    # The cast that its gradient goes through is measured.
+    is_neutral = True
 
     def __init__(self, is_causal, dtype):
         super().__init__(name="softmax")

@@ -14,8 +14,9 @@ from keras.src.backend import AutocastScope
 from keras.src.models.functional import Functional
 
 from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
+from tf_gradscale.losses import ActivityLoss, LossesOf, added_by
 from tf_gradscale.opening import NotOpenable, open_attention, open_call
-from tf_gradscale.rules import is_product, is_registered
+from tf_gradscale.rules import is_product, is_registered, replaces_call
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,6 +79,30 @@ class Step:
     linear: bool = False
     cast: str | None = None
 
+    def call(self, inputs, method=None):
+        """Calls the operation on tensors, as the enclosing model would.
+
+        Args:
+            inputs: The tensors, in the order of the step's `inputs`.
+            method: A method of the layer to run, in place of its `__call__`.
+
+        Returns:
+            Its outputs, as it returns them.
+        """
+        args, kwargs = keras.tree.map_structure(
+            lambda x: inputs[x.index] if isinstance(x, Slot) else x, (self.args, self.kwargs)
+        )
+        if not isinstance(self.operation, keras.layers.Layer):
+            with AutocastScope(self.autocast_dtype):
+                return self.operation(*args, **kwargs)
+        if method is None:
+            return self.operation(*args, **kwargs)
+        accepted = inspect.signature(method).parameters
+        mask = getattr(inputs[0], "_keras_mask", None)
+        if mask is not None and "mask" in accepted:
+            kwargs.setdefault("mask", mask)
+        return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
+
 
 @dataclasses.dataclass(eq=False)
 class Graph:
@@ -86,8 +111,9 @@ class Graph:
     Attributes:
         steps: A list of `Step`, topologically sorted.
         inputs: The tensors that go in, flat.
-        outputs: The tensors that come out, flat.
-        head: For each of `outputs`, the activation that is applied to it outside, or `None`.
+        outputs: The tensors that come out, flat; behind them losses that layers add.
+        head: For each output, the activation that is applied to it outside, or `None`. There is
+            one for each that the model returns, and none for losses.
         opened: Whether a composite was opened, whose inside saw only the masks of its arguments.
         structure: What the outputs are packed into, with a Keras tensor for each.
     """
@@ -135,8 +161,7 @@ def trace(function, autocast_dtype=None, training=None):
     tracer = _Tracer(training)
     inputs = [Tensor(kt.shape, kt.dtype) for kt in function.inputs]
     outputs = tracer.function(function, inputs, "", training, autocast_dtype)
-    head = [None] * len(outputs)
-    return Graph(tracer.steps, inputs, outputs, head, tracer.opened, function._outputs_struct)
+    return tracer.graph(inputs, outputs, function._outputs_struct)
 
 
 def trace_call(layer, args, kwargs, training):
@@ -170,8 +195,7 @@ def trace_call(layer, args, kwargs, training):
         _warn(layer.name, reason)
         structure = layer.compute_output_spec(*args, **kwargs)
         outputs = tracer.whole(layer, args, kwargs, tensors, keras.tree.flatten(structure))
-    head = [None] * len(outputs)
-    return Graph(tracer.steps, inputs, outputs, head, tracer.opened, structure)
+    return tracer.graph(inputs, outputs, structure)
 
 
 def _warn(name, reason):
@@ -202,6 +226,13 @@ class _Tracer:
         self._training = training
         self._reads = {}
         self._warned = set()
+        self._losses = []
+
+    def graph(self, inputs, outputs, structure):
+        """The `Graph` of all steps."""
+        head = [None] * len(outputs)
+        outputs = [*outputs, *self._losses]
+        return Graph(self.steps, inputs, outputs, head, self.opened, structure)
 
     def function(self, function, inputs, prefix, training, autocast_dtype):
         """The steps of a Keras function, called on `inputs`; returns its output tensors."""
@@ -247,7 +278,9 @@ class _Tracer:
         )
         inputs = list(tensors.values())
         dtype = scope_dtype(layer)
-        self.steps.append(Step(Whole(layer), layer.name, args, kwargs, inputs, made, dtype))
+        step = Step(Whole(layer), layer.name, args, kwargs, inputs, made, dtype)
+        self.steps.append(step)
+        self._added_losses(step)
         return made
 
     def _node(self, node, given, tensors, prefix, autocast_dtype, opened):
@@ -268,10 +301,12 @@ class _Tracer:
             made = self.function(function, inputs, f"{name}/", training, scope_dtype(operation))
         elif _is_composite(operation):
             state = len(self.steps), self._training, self.opened, dict(self._reads)
+            losses = list(self._losses)
             made = self._composite(operation, args, kwargs, before, tensors, name, opened)
             if made is None:
                 del self.steps[state[0] :]
                 _, self._training, self.opened, self._reads = state
+                self._losses = losses
         if made is None:
             if is_layer and training is not None and not takes_position(operation, args):
                 kwargs = {**kwargs, "training": training}
@@ -296,7 +331,11 @@ class _Tracer:
                 _warn(name, reason)
             return None
         outputs = self.inside(inner, tensors, f"{name}/", dtype)
-        return outputs if any(map(is_product, self.steps[first:])) else None
+        if not any(map(is_product, self.steps[first:])):
+            return None
+        if isinstance(operation, keras.layers.Layer):
+            self._activity_loss(operation, outputs, name)
+        return outputs
 
     def _leaf(self, node, args, kwargs, tensors, name, autocast_dtype, opened):
         inputs, index = [], {}
@@ -327,10 +366,30 @@ class _Tracer:
 
         args, kwargs = keras.tree.map_structure(replace, (tuple(args), dict(kwargs)))
         outputs = [Tensor(kt.shape, kt.dtype) for kt in node.outputs]
-        self.steps.append(
-            Step(node.operation, name, args, kwargs, inputs, outputs, autocast_dtype, masks)
-        )
+        operation = node.operation
+        step = Step(operation, name, args, kwargs, inputs, outputs, autocast_dtype, masks)
+        self.steps.append(step)
+        if isinstance(operation, keras.layers.Layer):
+            if replaces_call(operation):
+                self._activity_loss(operation, outputs, name)
+            else:
+                self._added_losses(step)
         return outputs
+
+    def _activity_loss(self, layer, outputs, name):
+        """What a layer's activity regulariser adds, where the layer is not run by Keras."""
+        if layer.activity_regularizer is not None:
+            for tensor in outputs:
+                like = [keras.KerasTensor((), "float32")]
+                self._losses += self._append(ActivityLoss(layer), f"{name}/loss", like, [tensor])
+
+    def _added_losses(self, step):
+        """What a step's layer adds when Keras runs it."""
+        made = [Tensor((), dtype) for dtype in added_by(step)]
+        if made:
+            operation, name = LossesOf(step), f"{step.name}/loss"
+            self.steps.append(Step(operation, name, (), {}, list(step.inputs), made, None))
+            self._losses += made
 
     def _append(self, operation, name, like, inputs, weight=False):
         """A step of an operation of this package, on `inputs` alone."""
@@ -404,8 +463,6 @@ def _is_composite(operation):
         return False
     if not isinstance(operation, keras.layers.Layer):
         return type(operation).__name__ == "DotProductAttention"
-    if operation.activity_regularizer is not None:
-        return False
     written_by = type(operation).call.__module__
     if written_by.split(".")[0] not in ("keras", "tf_gradscale"):
         return not isinstance(operation, keras.layers.RNN)

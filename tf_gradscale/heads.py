@@ -13,7 +13,7 @@ def cut(graph):
     """Moves trailing softmaxes and sigmoids from the graph's steps to its `head`, in place."""
     consumers = graph.consumers()
     producers = {id(t): step for step in graph.steps for t in step.outputs}
-    for i, tensor in enumerate(graph.outputs):
+    for i, tensor in enumerate(graph.outputs[: len(graph.head)]):
         step = producers.get(id(tensor))
         if step is None or len(consumers[id(tensor)]) != 1:
             continue

@@ -13,6 +13,8 @@ class Read:
         dtype: What the composite casts it to.
     """
 
+    is_neutral = True
+
     def __init__(self, variable, dtype):
         self.variables = [variable]
         self.dtype = dtype
@@ -89,6 +91,7 @@ class Whole:
 
     def __init__(self, model):
         self._model = model
+        self.compute_dtype = model.compute_dtype
 
     @property
     def variables(self):

@@ -1,17 +1,16 @@
 """A graph run as one differentiable function, with Algorithm 1 as its backward pass."""
 
-import inspect
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 # keras.src, tensorflow.python: not exported; tests/test_platform.py notices if one goes.
-from keras.src.backend import AutocastScope
 from tensorflow.python.eager import record
 
 from tf_gradscale import heads
 from tf_gradscale.choose import Chooser
-from tf_gradscale.graph import Slot
+from tf_gradscale.losses import ActivityLoss, LossesOf, captured
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
@@ -53,7 +52,7 @@ class Region:
         if not self.scales.is_built:
             programs = self._programs.values()
             weights = _distinct(w for program in programs for w in program.weights())
-            self.scales.build(weights, len(program.graph.outputs))
+            self.scales.build(weights, len(program.graph.head))
 
     def __contains__(self, key):
         return (key, None) in self._programs
@@ -93,11 +92,12 @@ class _Program:
         consumers = graph.consumers()
         self._producers = {id(t): step for step in graph.steps for t in step.outputs}
         # Sites are reserved in the order in which the backward pass meets them.
-        several = len(graph.outputs) > 1
+        several = len(graph.head) > 1
         self._outputs = [
             self._edge(f"output_{i}" if several else "output", tensor, consumers)
-            for i, tensor in enumerate(graph.outputs)
+            for i, tensor in enumerate(graph.outputs[: len(graph.head)])
         ]
+        self._outputs += map(self._loss_edge, graph.outputs[len(graph.head) :])
         self._edges, self._branches = {}, {}
         for step in reversed(graph.steps):
             for tensor in step.outputs:
@@ -137,6 +137,13 @@ class _Program:
             return _DEFERRED
         return self.scales.add_group([(name, "cast")], 2), model or self.config.cast_model
 
+    def _loss_edge(self, tensor):
+        """The same for a loss: what it is made of is kept in the layer's dtype."""
+        operation = self._producers[id(tensor)].operation
+        if isinstance(operation, ActivityLoss) or operation.compute_dtype != "float16":
+            return None
+        return self.scales.add_group([(f"{operation.step.name}/loss", "cast")], 2), "normal"
+
     def _reserve_branch(self, tensor, consumers, name):
         users = consumers.get(id(tensor), [])
         if tensor.is_float and len(users) > 1:
@@ -147,7 +154,7 @@ class _Program:
         """Runs the graph on a flat list of tensors; see `Region`."""
         self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
-        made_masks = []
+        made_masks, owners = [], []
         watched = [x for x in inputs if x.dtype.is_floating and _is_watched(x)]
         with autocast_off():
 
@@ -155,7 +162,8 @@ class _Program:
             def run(*xs):
                 for x, mask in zip(xs, masks, strict=True):
                     _set_mask(x, mask)
-                values, records = self._forward(xs)
+                values, records, layers = self._forward(xs)
+                owners.extend(layers)
                 outputs = [values[id(t)] for t in self.graph.outputs]
                 made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
                 dtypes = [y.dtype for y in outputs]
@@ -167,10 +175,14 @@ class _Program:
                 return outputs, grad
 
             outputs = run(*inputs)
+        count = len(self.graph.head)
+        for layer, loss in zip(owners, outputs[count:], strict=True):
+            layer.add_loss(loss)
         outputs = [
-            y if head is None else head(y) for y, head in zip(outputs, self.graph.head, strict=True)
+            y if head is None else head(y)
+            for y, head in zip(outputs[:count], self.graph.head, strict=True)
         ]
-        for y, mask in zip(outputs, made_masks, strict=True):
+        for y, mask in zip(outputs, made_masks[:count], strict=True):
             _set_mask(y, mask)
         return outputs
 
@@ -186,15 +198,26 @@ class _Program:
                 )
 
     def _forward(self, xs):
-        """Runs all steps. Returns the tensors by id, and each step's record."""
+        """Runs all steps.
+
+        Returns the tensors by id, by the id of each step its record, and the layers that added
+        losses.
+        """
         values = dict(zip(map(id, self.graph.inputs), xs, strict=True))
-        records = []
+        records: dict[int, Any] = {}
+        added: dict[int, list] = {}
+        owners = []
         for step in self.graph.steps:
             dtype = step.rule.input_dtype()
             arguments = [_cast_input(values[id(t)], dtype) for t in step.inputs]
             for i, mask in step.masks.items():
                 _set_mask(arguments[i], values[id(mask)])
-            outputs, kept = step.rule.forward(arguments, _caller(step))
+            if isinstance(step.operation, LossesOf):
+                outputs = [loss for _, loss in added[id(step.operation.step)]]
+                kept = step.rule.record_of(records[id(step.operation.step)], outputs)
+            else:
+                with captured(step.operation) as added[id(step)]:
+                    outputs, kept = step.rule.forward(arguments, step.call)
             for tensor, y in zip(step.outputs, outputs, strict=True):
                 if y.dtype.is_floating and y.dtype.name != tensor.dtype:
                     raise TypeError(
@@ -205,8 +228,12 @@ class _Program:
                 values[id(tensor)] = y
             if step.rule.direct:
                 _carry_mask(step.operation, arguments[0], outputs[0])
-            records.append(kept)
-        return values, records
+            records[id(step)] = kept
+            if isinstance(step.operation, ActivityLoss):
+                owners.append(step.operation.owner)
+            elif isinstance(step.operation, LossesOf):
+                owners += [layer for layer, _ in added[id(step.operation.step)]]
+        return values, records, owners
 
     def _backward(self, xs, records, dtypes, upstream, variables, watched):
         """Runs Algorithm 1 and writes the registry, on which all results then depend."""
@@ -214,7 +241,9 @@ class _Program:
             tf.convert_to_tensor(dy) if dy is not None and dtype.is_floating else None
             for dy, dtype in zip(upstream, dtypes, strict=True)
         ]
-        walk = Walk(self.scales, self.chooser, self._needed(watched), upstream)
+        # A loss is a number that varies freely: its gradient tells nothing of the others'.
+        returned = upstream[: len(self.graph.head)]
+        walk = Walk(self.scales, self.chooser, self._needed(watched), returned)
         dxs = self._algorithm_1(walk, records, upstream)
         found = walk.gradients()
         dvs = [found.get(v.ref()) for v in variables or []]
@@ -231,7 +260,8 @@ class _Program:
             gradient = tf.convert_to_tensor(pair.gradient)
             if edge is not _DEFERRED:
                 if edge is not None:
-                    pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1])
+                    kept = self.config.gradient_dtype
+                    pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1], kept)
                     gradient = pair.gradient
                 gradient = tf.cast(gradient, tensor.dtype)
             arrived.setdefault(id(tensor), {})[user] = pair._replace(gradient=gradient)
@@ -249,11 +279,11 @@ class _Program:
             if dy is not None:
                 unscaled = Scaled(tf.constant(0.0), multiply(dy, walk.shift), walk.unshift)
                 deliver(tensor, i, unscaled, self._outputs[i])
-        for step, kept in zip(reversed(self.graph.steps), reversed(records), strict=True):
+        for step in reversed(self.graph.steps):
             pairs = [collect(tensor) for tensor in step.outputs]
             if all(pair is None for pair in pairs):
                 continue
-            for i, pair in enumerate(step.rule.backward(kept, pairs, walk)):
+            for i, pair in enumerate(step.rule.backward(records[id(step)], pairs, walk)):
                 if pair is not None and step.inputs[i].is_float:
                     deliver(step.inputs[i], (step, i), pair, self._edges[step, i])
         pairs = [collect(tensor) for tensor in self.graph.inputs]
@@ -299,28 +329,6 @@ def _check_single_path(graph, weights):
                 'unscale="layer", or remove the second. '
                 f"Received: variable '{weight.path}': {why}"
             )
-
-
-def _caller(step):
-    """Calls a step's operation on tensors, as the enclosing model would."""
-
-    def call(inputs, method=None):
-        operation = step.operation
-        args, kwargs = keras.tree.map_structure(
-            lambda x: inputs[x.index] if isinstance(x, Slot) else x, (step.args, step.kwargs)
-        )
-        if isinstance(operation, keras.layers.Layer):
-            if method is None:
-                return operation(*args, **kwargs)
-            accepted = inspect.signature(method).parameters
-            mask = getattr(inputs[0], "_keras_mask", None)
-            if mask is not None and "mask" in accepted:
-                kwargs.setdefault("mask", mask)
-            return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
-        with AutocastScope(step.autocast_dtype):
-            return operation(*args, **kwargs)
-
-    return call
 
 
 def _cast_input(x, dtype):

@@ -17,6 +17,8 @@ from keras.src import ops as keras_ops
 class DynamicReshape(keras.Operation):
     """`keras.ops.reshape` to a shape of which some dimensions are tensors."""
 
+    is_neutral = True
+
     def call(self, x, *shape):
         """The tensor, reshaped."""
         return tf.reshape(x, tf.stack([tf.cast(size, tf.int32) for size in shape]))
@@ -28,6 +30,9 @@ class DynamicReshape(keras.Operation):
 
 class DynamicBroadcast(DynamicReshape):
     """`keras.ops.broadcast_to` a shape of which some dimensions are tensors."""
+
+    # The gradient is a sum over all places that an entry went to.
+    is_neutral = False
 
     def call(self, x, *shape):
         """The tensor, broadcast."""

@@ -109,14 +109,17 @@ class Walk:
         self._parts[group.index] = part
         return tf.unstack(part)
 
-    def cast(self, group, pair, dtype, owner, model):
-        """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1)."""
+    def cast(self, group, pair, dtype, owner, model, kept=None):
+        """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1).
+
+        `kept`: the dtype that it must fit into behind the next operation, if that is another.
+        """
         alpha, dy = pair.log2_alpha, pair.gradient
         part = self.decide(
             group,
             [pair],
             owner,
-            dtype,
+            kept or dtype,
             lambda *state: self.chooser.cast(dy, alpha, *state, model=model),
             lambda *state: self.chooser.unmeasured(alpha, *state, sites=1),
         )

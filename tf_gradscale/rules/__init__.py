@@ -2,9 +2,10 @@
 
 import keras
 
+from tf_gradscale.losses import LossesOf
 from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.rules.bilinear import Bilinear
-from tf_gradscale.rules.carry import Carry, Measured, Outside, is_neutral
+from tf_gradscale.rules.carry import AddedLosses, Carry, Measured, Outside, is_neutral
 from tf_gradscale.rules.gemm import Gemm
 from tf_gradscale.rules.normalization import Normalization
 
@@ -20,6 +21,7 @@ __all__ = [
     "rule_for",
 ]
 
+_DIRECT = (Gemm, Normalization)
 _registered: dict[type, type] = {}
 
 
@@ -52,6 +54,11 @@ def is_registered(operation):
     return any(known in _registered for known in type(operation).__mro__)
 
 
+def replaces_call(operation):
+    """Whether a layer is run by its rule, without what Keras does around its `call`."""
+    return not is_registered(operation) and any(rule.takes(operation) for rule in _DIRECT)
+
+
 def is_product(step):
     """Whether a step is differentiated by Theorem 1."""
     registered = is_registered(step.operation)
@@ -63,11 +70,13 @@ def rule_for(step, registry):
     for known in type(step.operation).__mro__:
         if known in _registered:
             return _registered[known](step, registry)
+    if isinstance(step.operation, LossesOf):
+        return AddedLosses(step, registry)
     if not any(tensor.is_float for tensor in step.outputs):
         return Outside(step, registry)
     if Bilinear.takes(step):
         return Bilinear(step, registry)
-    for rule in (Gemm, Normalization):
+    for rule in _DIRECT:
         if rule.takes(step.operation):
             return rule(step, registry)
     rule = Carry if is_neutral(step) else Measured

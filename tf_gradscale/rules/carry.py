@@ -3,11 +3,8 @@
 import keras
 import tensorflow as tf
 
-from tf_gradscale.attention import AttentionWeights
-from tf_gradscale.inner import Read
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
-from tf_gradscale.shapes import DynamicReshape
 from tf_gradscale.tensors import cast, multiply
 
 
@@ -93,21 +90,43 @@ class Measured(Carry):
         def measure(*state):
             _, *trial = self._declared_vjp(tape, ys, xs, variables, pair, walk)
             dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
-            return walk.chooser.measured(dxs or dys, dys, dvs, alpha, *state)
+            return walk.chooser.measured(dxs or dvs or dys, dys, dvs, alpha, *state)
 
         def keep(*state):
             return walk.chooser.unmeasured(alpha, *state, sites=1)
 
-        part = walk.decide(self.group, [pair], self.step, dys[0].dtype, measure, keep)
+        dtype = self.gradient_dtype(dys)
+        part = walk.decide(self.group, [pair], self.step, dtype, measure, keep)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
         return self._declared_vjp(tape, ys, xs, variables, pair, walk)
+
+    def gradient_dtype(self, dys):
+        """The dtype in which gradients are kept where β takes effect."""
+        return dys[0].dtype
 
     def _declared_vjp(self, *args):
         """The vjp in the dtypes that TensorFlow declares: XLA's bilinear resizing makes float32."""
         pair, dxs, dvs = super()._scaled_vjp(*args)
         dxs = [None if dx is None else cast(cast(dx, tf.float32), dx.dtype) for dx in dxs]
         return pair, dxs, dvs
+
+
+class AddedLosses(Measured):
+    """The losses that a layer added when it ran, of which its own step keeps the record."""
+
+    def input_dtype(self):
+        """None: its inputs are those of the layer's step, as they are."""
+        return None
+
+    def gradient_dtype(self, dys):
+        """The layer's: a loss may be float32, what it is made of is not."""
+        return self.operation.compute_dtype
+
+    def record_of(self, record, losses):
+        """What `backward` needs: the record of the layer's step, with its losses for outputs."""
+        inputs, tape, _ = record
+        return inputs, tape, losses
 
 
 def _dense(gradient):
@@ -119,7 +138,7 @@ def is_neutral(step):
     operation = step.operation
     if isinstance(operation, NEUTRAL_LAYERS):
         return not getattr(operation, "layers", None)
-    if isinstance(operation, (AttentionWeights, DynamicReshape, Read)):
+    if getattr(operation, "is_neutral", False):
         return True
     # A broadcast operand's gradient is a sum over all places it went to.
     same = len({tensor.shape for tensor in step.inputs if tensor.is_float}) <= 1

@@ -61,7 +61,6 @@ class Gemm(Rule):
             known is not None
             and not getattr(operation, "lora_enabled", False)
             and getattr(operation, "quantization_mode", None) is None
-            and operation.activity_regularizer is None
         )
 
     @classmethod

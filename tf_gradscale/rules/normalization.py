@@ -30,7 +30,6 @@ class Normalization(Carry):
             and type(operation).call is known.call
             and operation.compute_dtype == "float16"
             and operation.variable_dtype == "float32"
-            and operation.activity_regularizer is None
             and not getattr(operation, "synchronized", False)
             and not getattr(operation, "renorm", False)
         )

@@ -1,0 +1,324 @@
+"""Every architecture: what a conversion makes of it, how right its gradients are, what it costs.
+
+    python benchmarks/zoo.py --models encoder lstm MobileNetV2
+    python benchmarks/zoo.py --all --no-gradients
+
+A line for each network: its parameters; the sites at which scales are chosen; its steps by the rule
+that takes them, and how many of them are layers made of layers, left whole; the error of the
+gradients in the very first pass, for the loss times each multiplier, over the floor that float16's
+rounding sets; and seconds of the processor for converting it and tracing a training step, as a
+ratio to tracing Keras' own.
+
+An error is the relative L2 distance of a variable's gradient to float32's, with the same weights
+and data, as a median over the variables. The floor is that of plain mixed_float16 under a fixed
+loss scale, as a median over those loss scales of a sweep that do no harm. Where it is above 0.5,
+gradients in float16 are noise whatever scales them, and there is no floor; both are printed then.
+"""
+
+import argparse
+import collections
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import architectures
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_gradscale as gs
+
+SWEEP = tuple(2.0**k for k in range(0, 17, 2))
+# Loss scales whose error is within this factor of the least do no harm.
+PLATEAU = 1.5
+# Above this error there is no floor.
+NOISE = 0.5
+# A gradient whose norm is a smaller share of the largest one is zero to float32's rounding.
+ZERO = 1e-6
+
+
+def errors(gradients, truth, multiplier=1.0):
+    """The relative L2 error of each variable's gradient; NaN where the true one is zero."""
+    norms = [np.linalg.norm(t) for t in truth]
+    return np.array(
+        [
+            np.linalg.norm(g.astype("float64") / multiplier - t) / norm
+            if norm > ZERO * max(norms)
+            else np.nan
+            for g, t, norm in zip(gradients, truth, norms, strict=True)
+        ]
+    )
+
+
+def middle(found):
+    """The median over the variables; infinite if a gradient that is not zero is not finite."""
+    found = found[~np.isnan(found)]
+    return float(np.median(found)) if len(found) else float("inf")
+
+
+class Bench:
+    """One architecture three times over: in float32, in plain mixed_float16, and scaled by us.
+
+    Args:
+        architecture: An `architectures.Architecture`.
+        jit_compile: Whether the two mixed_float16 steps are compiled by XLA.
+        size: Number of examples in a batch.
+    """
+
+    def __init__(self, architecture, jit_compile=False, size=4):
+        self.architecture, self.size = architecture, size
+        with gs.policy_scope("float32"):
+            self.true = architecture.build()
+        with gs.policy_scope("mixed_float16"):
+            self.plain = architecture.build()
+            self.ours = tuple(gs.convert(model) for model in architecture.build())
+        self._steps = {
+            kind: self._step(models, jit)
+            for kind, models, jit in (
+                ("true", self.true, False),
+                ("plain", self.plain, jit_compile),
+                ("ours", self.ours, jit_compile),
+            )
+        }
+        self._state = [v for model in self.ours for v in model.scales.variables]
+        self._initial = [keras.ops.convert_to_numpy(v) for v in self._state]
+
+    def _step(self, models, jit_compile):
+        def step(multiplier, *batch):
+            return self.architecture.gradients(models, batch, multiplier)[1]
+
+        return tf.function(step, jit_compile=jit_compile, autograph=False)
+
+    def gradients(self, kind, batch, multiplier=1.0):
+        """Gradients of the loss times a multiplier, in NumPy; those of ours in its first pass."""
+        for variable, value in zip(self._state, self._initial, strict=True):
+            variable.assign(value)
+        made = self._steps[kind](tf.constant(multiplier, tf.float32), *batch)
+        return [g.numpy() for g in made]
+
+    def names(self):
+        """The trainable variables' paths, in the order of the gradients."""
+        return [v.path for model in self.ours for v in model.trainable_variables]
+
+    def reset(self, seed):
+        """New weights. Returns new data."""
+        keras.utils.set_random_seed(seed)
+        with gs.policy_scope("float32"):
+            fresh = self.architecture.build()
+        for models in (self.true, self.plain, self.ours):
+            for model, new in zip(models, fresh, strict=True):
+                model.set_weights(new.get_weights())
+        rng = np.random.default_rng(seed)
+        return [tf.constant(x) for x in self.architecture.batch(rng, self.size)]
+
+    def errors(self, seed, multipliers=(1.0,), sweep=SWEEP):
+        """Errors by variable: of ours for each multiplier, of plain for each loss scale."""
+        batch = self.reset(seed)
+        truth = self.gradients("true", batch)
+        with np.errstate(invalid="ignore", over="ignore"):
+            ours = [errors(self.gradients("ours", batch, m), truth, m) for m in multipliers]
+            plain = [errors(self.gradients("plain", batch, s), truth, s) for s in sweep]
+        return np.array(ours), np.array(plain), truth
+
+
+def plateau(plain):
+    """The loss scales that do no harm, as a mask over the errors' rows."""
+    found = np.array([middle(row) for row in _without_overflow(plain)])
+    return found <= PLATEAU * found.min()
+
+
+def _without_overflow(plain):
+    """Errors in which those of variables that are zero in truth are told from overflows."""
+    zero = np.all(np.isnan(plain), axis=0)
+    return np.where(np.isnan(plain) & ~zero, np.inf, plain)
+
+
+def floor_of(plain):
+    """The floor: the median error, as a median over the plateau."""
+    plain = _without_overflow(plain)
+    return float(np.median([middle(row) for row in plain[plateau(plain)]]))
+
+
+def accuracy(architecture, seeds, multipliers, jit_compile, size):
+    """Ratios to the floor, as a median over the seeds for each multiplier, and what they are of."""
+    bench = Bench(architecture, jit_compile, size)
+    made, floors = [], []
+    for seed in seeds:
+        ours, plain, _ = bench.errors(seed, multipliers)
+        floors.append(floor_of(plain))
+        made.append([middle(row) for row in _without_overflow(ours)])
+    ratios = np.median(np.array(made) / np.array(floors)[:, None], axis=0)
+    return {
+        "floor": float(np.median(floors)),
+        "errors": np.median(made, axis=0).tolist(),
+        "ratios": ratios.tolist(),
+    }
+
+
+def _optimizer():
+    return keras.optimizers.SGD(1e-3, momentum=0.9)
+
+
+def _traced(architecture, models, batch, scaled):
+    """Seconds of the processor for tracing a training step."""
+    optimizers = [
+        gs.GradScaleOptimizer(_optimizer(), scales=model.scales)
+        if scaled
+        else keras.optimizers.LossScaleOptimizer(_optimizer())
+        for model in models
+    ]
+    for optimizer, model in zip(optimizers, models, strict=True):
+        optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(*batch):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = architecture.losses(models, *batch)
+            losses = [o.scale_loss(loss) for o, loss in zip(optimizers, losses, strict=True)]
+        for optimizer, model, loss in zip(optimizers, models, losses, strict=True):
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+        return losses
+
+    start = time.process_time()
+    step.get_concrete_function(*[tf.constant(x) for x in batch])
+    return time.process_time() - start
+
+
+def cost(architecture, size):
+    """What a conversion makes of a network, and seconds for tracing it, Keras' own and ours."""
+    with gs.policy_scope("mixed_float16"):
+        models = architecture.build()
+    batch = architecture.batch(np.random.default_rng(0), size)
+    plain = _traced(architecture, models, batch, scaled=False)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        start = time.process_time()
+        models = tuple(gs.convert(model) for model in models)
+        conversion = time.process_time() - start
+        ours = _traced(architecture, models, batch, scaled=True)
+    steps = [step for model in models for step in model._region().graph().steps]
+    return {
+        "parameters": sum(model.count_params() for model in models),
+        "sites": sum(len(list(model.scales)) for model in models),
+        "rules": dict(collections.Counter(type(step.rule).__name__ for step in steps)),
+        "whole": sorted({type(s.operation).__name__ for s in steps if _has_layers(s.operation)}),
+        "measured": dict(
+            collections.Counter(
+                type(step.operation).__name__
+                for step in steps
+                if isinstance(step.rule, gs.rules.Measured)
+            )
+        ),
+        "warnings": [str(warning.message) for warning in warned],
+        "conversion": conversion,
+        "tracing": ours,
+        "plain tracing": plain,
+    }
+
+
+def _has_layers(operation):
+    return bool(getattr(operation, "_layers", None)) or hasattr(operation, "layer")
+
+
+def architecture_of(name):
+    """The network of a name: one of `architectures`, or of keras.applications."""
+    known = architectures.ARCHITECTURES
+    return known[name] if name in known else architectures.application(name)
+
+
+def measure(name, seeds, multipliers, gradients, repeats, size):
+    """All that is printed of one network, as a dictionary."""
+    architecture = architecture_of(name)
+    found = []
+    for _ in range(repeats):
+        found.append(cost(architecture, size))
+        keras.backend.clear_session()
+        gc.collect()
+    row = {"model": name, **found[-1]}
+    for key in ("conversion", "tracing", "plain tracing"):
+        row[key] = statistics.median(one[key] for one in found)
+    row["ratio"] = (row["conversion"] + row["tracing"]) / row["plain tracing"]
+    if gradients:
+        jit_compile = architecture.convolves
+        row.update(accuracy(architecture, seeds, multipliers, jit_compile, size))
+    keras.backend.clear_session()
+    gc.collect()
+    return row
+
+
+def line(row):
+    """A row of the table, as Markdown."""
+    rules = ", ".join(f"{n} {rule}" for rule, n in sorted(row["rules"].items()))
+    if row["whole"]:
+        rules += f"; whole: {', '.join(row['whole'])}"
+    if "floor" not in row:
+        error = "–"
+    elif row["floor"] > NOISE:
+        error = f"no floor: {row['errors'][0]:.2g} against {row['floor']:.2g}"
+    else:
+        error = ", ".join(f"{ratio:.2f}" for ratio in row["ratios"])
+    seconds = row["conversion"] + row["tracing"]
+    return (
+        f"| {row['model']} | {row['parameters'] / 1e6:.2f} M | {row['sites']} | {rules} | {error} "
+        f"| {seconds:.1f} / {row['plain tracing']:.1f} = {row['ratio']:.2f} |"
+    )
+
+
+def main():
+    """Measures, prints the table, and writes all figures as JSON if asked to."""
+    small, large = list(architectures.ARCHITECTURES), architectures.applications()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=small, choices=small + large)
+    parser.add_argument("--all", action="store_true", help="all that there are")
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--multipliers", nargs="+", type=float, default=[1.0, 1e-6])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1, help="of conversion and tracing")
+    parser.add_argument("--no-gradients", action="store_true", help="conversion and tracing only")
+    parser.add_argument("--json", help="file to write all figures to")
+    args = parser.parse_args()
+    print(
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {platform.machine()}, "
+        f"{os.cpu_count()} CPU cores, batch {args.batch}, {args.seeds} seeds\n"
+    )
+    of = ", ".join(f"× {multiplier:g}" for multiplier in args.multipliers)
+    print(
+        f"| model | parameters | sites | steps by rule | error over the floor, loss {of} ", end=""
+    )
+    print("| conversion and tracing, s |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    # What is made once in a process is not charged to the first network.
+    cost(architectures.ARCHITECTURES["lstm"], args.batch)
+    rows = []
+    for name in small + large if args.all else args.models:
+        try:
+            rows.append(
+                measure(
+                    name,
+                    range(args.seeds),
+                    args.multipliers,
+                    not args.no_gradients,
+                    args.repeats,
+                    args.batch,
+                )
+            )
+        except Exception as error:  # the table goes on
+            rows.append({"model": name, "error": f"{type(error).__name__}: {error}"})
+            print(f"| {name} | {str(rows[-1]['error']).splitlines()[0]} |", flush=True)
+        else:
+            print(line(rows[-1]), flush=True)
+            for message in rows[-1]["warnings"]:
+                print(f"  warning: {message}", flush=True)
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
