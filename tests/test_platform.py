@@ -32,8 +32,10 @@ SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 # Every private attribute of a Keras or TensorFlow object that the package reads; each is tested
 # below. Attributes of the package's own objects are not listed.
 PRIVATE = {
+    "_allow_non_tensor_positional_args",
     "_call_has_training_arg",
     "_compute_causal_padding",
+    "_convert_input_args",
     "_distribution_strategy",
     "_flatten_layers",
     "_functional",
@@ -43,6 +45,7 @@ PRIVATE = {
     "_keras_history",
     "_keras_mask",
     "_layers",
+    "_losses",
     "_nodes_by_depth",
     "_outbound_nodes",
     "_outputs_struct",
@@ -551,6 +554,31 @@ def test_layers_know_whether_they_are_rematerialized():
     assert layers.Dense(2)._remat_mode is None
     with keras.RematScope("full"):
         assert layers.Dense(2)._remat_mode is not None
+
+
+def test_losses_are_kept_in_a_list():
+    """_losses: what `add_loss` appends to, until the outermost layer is called again."""
+    layer = layers.ActivityRegularization(l1=1.0)
+    layer(tf.ones((2, 3)))
+    assert [float(loss) for loss in layer._losses] == [3.0]
+    del layer._losses[:]
+    assert not layer.losses
+
+
+def test_arguments_that_are_not_converted():
+    """_convert_input_args: off, as in Functional models, arguments reach `call` as they are."""
+
+    class Seen(layers.Layer):
+        def call(self, x):
+            self.seen = x
+            return tf.convert_to_tensor(x)
+
+    layer = Seen(dtype="float16")
+    layer._convert_input_args = False
+    layer._allow_non_tensor_positional_args = True
+    x = np.ones((1, 2), "float32")
+    layer(x)
+    assert layer.seen is x
 
 
 def test_stateless_scopes_give_values_and_are_known():

@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 # keras.src: not exported; tests/test_platform.py notices if they go.
@@ -49,12 +50,20 @@ class Handwritten(InPlace):
         return self._gradscale.region
 
     def plain_call(self, *args, **kwargs):
-        """What its author wrote."""
+        """What its author wrote, on arguments cast as Keras would have."""
+        args, kwargs = keras.tree.map_structure(self._converted, (args, kwargs))
         return super(GradientScaling, self).call(*args, **kwargs)
+
+    def _converted(self, x):
+        y = self.dtype_policy.convert_input(x, self.autocast, self.input_dtype)
+        if getattr(x, "_keras_mask", None) is not None:
+            y._keras_mask = x._keras_mask
+        return y
 
     def scaled_call(self, *args, training=None, **kwargs):
         """The same, with its gradients scaled."""
         region = self._gradscale.region
+        args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))
         flat = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
         key = repr(keras.tree.map_structure(_description, (args, kwargs)))
         if key not in region:
@@ -95,6 +104,10 @@ def convert_in_place(model, config):
     members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if not plain:
         members["call"] = _call_of(kind)
+    if not plain:
+        # As in a Functional model: arguments are cast inside, where their gradients are scaled.
+        model._convert_input_args = False
+        model._allow_non_tensor_positional_args = True
     # object.__setattr__: not a change of state that Keras would track.
     object.__setattr__(model, "__class__", type(kind.__name__, (mixin, kind), members))
     model._set_up(config)
@@ -103,6 +116,9 @@ def convert_in_place(model, config):
 
 def strip_in_place(model):
     """Gives a model back the class that it had."""
+    if isinstance(model, Handwritten):
+        model._convert_input_args = True
+        model._allow_non_tensor_positional_args = False
     object.__setattr__(model, "__class__", type(model).__bases__[1])
     object.__delattr__(model, "_gradscale")
     return model
@@ -120,6 +136,10 @@ def _call_of(kind):
         return self.scaled_call(*args, **kwargs)
 
     return call
+
+
+def _as_tensor(x):
+    return tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
 def _description(x):

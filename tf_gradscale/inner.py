@@ -90,21 +90,21 @@ class Whole:
     """
 
     def __init__(self, model):
-        self._model = model
+        self.model = model
         self.compute_dtype = model.compute_dtype
 
     @property
     def variables(self):
         """All variables of the model."""
-        return self._model.variables
+        return self.model.variables
 
     @property
     def trainable_variables(self):
         """Those of them that are trained."""
-        return self._model.trainable_variables
+        return self.model.trainable_variables
 
     def __call__(self, *args, **kwargs):
-        return self._model.plain_call(*args, **kwargs)
+        return self.model.plain_call(*args, **kwargs)
 
 
 class MaskOf:

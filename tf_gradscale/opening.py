@@ -62,7 +62,7 @@ def open_call(layer, args, kwargs, training):
         raise NotOpenable("it is rematerialized or quantized")
     inner, args, kwargs = _fresh(args, kwargs)
     scope = _Scope()
-    with _as_it_was(layer) as before, scope, dynamic_shapes(scope), _call_context(training):
+    with _as_it_was(layer) as before, scope, dynamic_shapes(scope), call_context(training):
         outputs, histories = _call(layer, args, kwargs)
         unused = [
             kt
@@ -189,7 +189,7 @@ def _as_it_was(layer):
 
 
 @contextlib.contextmanager
-def _call_context(training):
+def call_context(training):
     """A call context of its own, so that no layer takes itself for the outermost one."""
     outer = global_state.get_global_attribute("current_call_ctx")
     context = CallContext(entry_layer=None)

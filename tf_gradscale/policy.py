@@ -14,6 +14,9 @@ class _Default(threading.local):
 
 _default = _Default()
 
+# Layers that run in float32 at the moment: how often that was asked for, and their own policy.
+_held: dict[int, list] = {}
+
 
 def default_config():
     """The `GradScaleConfig` that `convert` and `Model` use where none is given."""
@@ -73,6 +76,34 @@ def policy_scope(policy, config=None):
     finally:
         keras.config.set_dtype_policy(before[0])
         _default.config = before[1]
+
+
+@contextlib.contextmanager
+def in_float32(layers):
+    """Within this scope, layers that compute in 16 bits compute in float32.
+
+    Replicas run their layers in turns, so that one may enter while another is inside: the last
+    one to leave restores the policies.
+
+    Args:
+        layers: Keras layers; those inside them are to be named too.
+    """
+    chosen = {id(layer): layer for layer in layers}
+    for key, layer in chosen.items():
+        if key in _held:
+            _held[key][0] += 1
+        elif layer.compute_dtype in ("float16", "bfloat16"):
+            # _dtype_policy: not by the setter, which could quantize; tests/test_platform.py.
+            _held[key] = [1, layer._dtype_policy]
+            vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
+    held = [key for key in chosen if key in _held]
+    try:
+        yield
+    finally:
+        for key in held:
+            _held[key][0] -= 1
+            if not _held[key][0]:
+                vars(chosen[key])["_dtype_policy"] = _held.pop(key)[1]
 
 
 def checked(config):

@@ -1,0 +1,195 @@
+"""Whether a step's gradient is linear in ∇Y: found out by trying, where a user wrote the code.
+
+Backpropagation is, and then ∇Y may come scaled. The exception is a custom gradient of a user's own
+that clips ∇Y, compares it with a threshold, takes its sign or adds something to it.
+"""
+
+import contextlib
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gradscale.inner import Whole
+from tf_gradscale.opening import call_context
+from tf_gradscale.policy import in_float32
+from tf_gradscale.registry import variable_value
+
+# log2 of what ∇Y is multiplied by, the ends first: there any threshold is passed.
+_EXPONENTS = sorted(range(-60, 61, 4), key=abs, reverse=True)
+# Of a gradient's largest entry; a power of two changes no bit of what is linear.
+_TOLERANCE = 1e-3
+# What dimensions are taken for that are not known. Some layers need larger ones.
+_SIZES = (4, 32)
+_WRITES = ("Assign", "ResourceScatter", "ResourceApply")
+
+
+class _Unknown(Exception):
+    """What a step does cannot be tried out."""
+
+
+def is_linear(step):
+    """Whether vjp(s·∇Y) = s·vjp(∇Y) for a step, for its inputs and its variables.
+
+    A step whose gradient cannot be tried out counts as one for which it does not hold. The layer,
+    its variables and its losses are left as they were.
+
+    Args:
+        step: The `graph.Step`.
+    """
+    if not _runs_code_of_users(step):
+        return True
+    with tf.init_scope(), _nothing_changes(step):
+        for size in _SIZES:
+            try:
+                return _Trial(step, size).is_linear()
+            except Exception:  # noqa: S112  (whatever the layer's author wrote)
+                continue
+    return False
+
+
+def layers_of(operation):
+    """The layers that run when an operation does, without those that a region inside runs."""
+    if isinstance(operation, Whole):
+        operation = operation.model
+    if not isinstance(operation, keras.layers.Layer):
+        return []
+    inner = [] if _module(operation) == "tf_gradscale" else operation._flatten_layers(False, False)
+    return [operation, *(found for layer in inner for found in layers_of(layer))]
+
+
+def _runs_code_of_users(step):
+    """Whether a step may run code that is not Keras' own: a `call`, or a function given to it."""
+    operation = step.operation
+    if isinstance(operation, Whole):
+        return True
+    if not isinstance(operation, keras.layers.Layer):
+        arguments = keras.tree.flatten((step.args, step.kwargs))
+        return _module(operation) not in _KNOWN or any(map(_is_function_of_users, arguments))
+    return any(
+        type(layer).call.__module__.split(".")[0] not in _KNOWN
+        or any(map(_is_function_of_users, list(vars(layer).values())))
+        for layer in operation._flatten_layers()
+    )
+
+
+_KNOWN = ("keras", "tf_gradscale")
+
+
+def _module(operation):
+    return type(operation).__module__.split(".")[0]
+
+
+def _is_function_of_users(x):
+    """Whether an attribute is an activation or the like that is not one of Keras'."""
+    if not callable(x) or isinstance(x, (keras.Operation, type)):
+        return False
+    return (getattr(x, "__module__", None) or "").split(".")[0] not in _KNOWN
+
+
+@contextlib.contextmanager
+def _nothing_changes(step):
+    """Updates and losses go nowhere, and 16-bit layers compute in float32."""
+    # model builds on this module.
+    from tf_gradscale.model import plain_forward
+
+    scope = keras.StatelessScope(initialize_variables=False)
+    with scope, call_context(None), plain_forward(), in_float32(layers_of(step.operation)):
+        yield
+
+
+class _Trial:
+    """A step and its gradient in a graph of their own, float32.
+
+    Args:
+        step: The `graph.Step`.
+        size: What dimensions are taken for that are not known.
+    """
+
+    def __init__(self, step, size):
+        self.inputs, self.is_custom = [], False
+
+        def run():
+            for tensor in step.inputs:
+                shape = [size if n is None else n for n in tensor.shape]
+                dtype = "float32" if tensor.is_float else tensor.dtype
+                self.inputs.append(tf.compat.v1.placeholder(dtype, shape))
+            self.factor = tf.compat.v1.placeholder("float32", ())
+            ys = keras.tree.flatten(dataclasses.replace(step, autocast_dtype=None).call(self.inputs))
+            self.is_custom = _has_custom_gradient(tf.compat.v1.get_default_graph())
+            return self._gradients(step, ys) if self.is_custom else []
+
+        self.function = tf.compat.v1.wrap_function(run, [])
+
+    def _gradients(self, step, ys):
+        ys = [y for y in ys if y.dtype.is_floating]
+        dys = [
+            tf.cast(tf.random.stateless_normal(tf.shape(y), [1, i]) * self.factor, y.dtype)
+            for i, y in enumerate(ys)
+        ]
+        sources = [x for x in self.inputs if x.dtype.is_floating]
+        variables = getattr(step.operation, "trainable_variables", ())
+        sources += [variable_value(v) for v in variables]
+        # Not a tape: in an init_scope it records nothing.
+        gradients = tf.gradients(ys, sources, grad_ys=dys)
+        return [
+            g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
+            for g in gradients
+            if g is not None
+        ]
+
+    def is_linear(self):
+        """Whether multiplying ∇Y by powers of two does just that to all gradients."""
+        gradients = self.function.structured_outputs
+        if not gradients:
+            return True
+        operations = self.function.graph.get_operations()
+        reads = [op.outputs[0] for op in operations if op.type == "ReadVariableOp"]
+        reads = [x for x in reads if x.dtype.is_floating]
+        values = [x.numpy() for x in self.function.prune([], reads)()] if reads else []
+        pruned = self.function.prune([*self.inputs, *reads, self.factor], gradients)
+        if any(node.op.startswith(_WRITES) for node in _nodes(pruned.graph)):
+            raise _Unknown("its gradient changes a variable")
+        random = np.random.default_rng(0)
+        tried = False
+        for draw in (random.standard_normal, random.random):
+            xs = [_drawn(draw, x) for x in self.inputs]
+            # A variable that is zero at first, such as the gain of a branch, hides what is behind.
+            weights = [np.where(v == 0, random.uniform(0.5, 1, v.shape), v) for v in values]
+            fed = [*xs, *map(tf.constant, map(np.float32, weights))]
+            base = self._run(pruned, fed, 0)
+            if not all(np.all(np.isfinite(g)) for g in base):
+                continue
+            tried = True
+            for exponent in _EXPONENTS:
+                for g, wanted in zip(self._run(pruned, fed, exponent), base, strict=True):
+                    bound = _TOLERANCE * np.abs(wanted).max(initial=0.0)
+                    # As it is written, NaN is a difference.
+                    if not np.all(np.abs(g - wanted) <= bound):
+                        return False
+        return tried
+
+    def _run(self, pruned, fed, exponent):
+        """The gradients with ∇Y multiplied by a power of two, divided by it."""
+        gradients = pruned(*fed, tf.constant(2.0**exponent))
+        return [g.numpy().astype("float64") * 2.0**-exponent for g in gradients]
+
+
+def _drawn(draw, x):
+    shape = tuple(x.shape)
+    value = draw(shape) if x.dtype.is_floating else draw(shape) > 0.5
+    return tf.cast(value, x.dtype)
+
+
+def _nodes(graph):
+    definition = graph.as_graph_def()
+    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+
+
+def _has_custom_gradient(graph):
+    """Whether anything in a graph has a gradient that is not its operation's own."""
+    # _gradient_op_type: how TensorFlow marks it; tests/test_platform.py notices if that changes.
+    return any(
+        "_gradient_op_type" in node.attr or node.op == "EagerPyFunc" for node in _nodes(graph)
+    )
