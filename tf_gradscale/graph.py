@@ -147,24 +147,25 @@ def function_of(model):
     return model if isinstance(model, Functional) else None
 
 
-def trace(function, autocast_dtype=None, training=None):
+def trace(function, autocast_dtype=None, training=None, warned=None):
     """Flattens a Keras function.
 
     Args:
         function: A Functional model, or any `keras.Function` made of layers and `keras.ops`.
         autocast_dtype: The dtype to which the model casts variables, or `None`.
         training: What the model is told, as in Keras.
+        warned: Set of the layers of which a warning has told that they cannot be opened.
 
     Returns:
         A `Graph`.
     """
-    tracer = _Tracer(training)
+    tracer = _Tracer(training, warned)
     inputs = [Tensor(kt.shape, kt.dtype) for kt in function.inputs]
     outputs = tracer.function(function, inputs, "", training, autocast_dtype)
     return tracer.graph(inputs, outputs, function._outputs_struct)
 
 
-def trace_call(layer, args, kwargs, training):
+def trace_call(layer, args, kwargs, training, warned=None):
     """Flattens one call of a layer or model whose `call` is written by hand.
 
     If it cannot be opened, the graph is one step, and a warning says why.
@@ -174,37 +175,29 @@ def trace_call(layer, args, kwargs, training):
         args: Positional arguments of the call, with Keras tensors for tensors.
         kwargs: Keyword arguments, likewise.
         training: What the layer is told, as in Keras.
+        warned: As in `trace`.
 
     Returns:
         A `Graph`.
     """
-    tracer = _Tracer(training)
+    tracer = _Tracer(training, warned)
     given = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, keras.KerasTensor)]
     inputs = [
         Tensor(kt.shape, kt.dtype, masked=getattr(kt, "_keras_mask", None) is not None)
         for kt in given
     ]
     tensors = dict(zip(map(id, given), inputs, strict=True))
-    if training is not None and not takes_position(layer, args):
+    if training is not None and layer._call_has_training_arg:
         kwargs = {**kwargs, "training": training}
     try:
         opened = open_call(layer, args, kwargs, training)
         outputs = tracer.inside(opened, tensors, "", scope_dtype(layer))
         structure = opened.outputs
     except NotOpenable as reason:
-        _warn(layer.name, reason)
+        tracer.warn(layer, layer.name, reason)
         structure = layer.compute_output_spec(*args, **kwargs)
         outputs = tracer.whole(layer, args, kwargs, tensors, keras.tree.flatten(structure))
     return tracer.graph(inputs, outputs, structure)
-
-
-def _warn(name, reason):
-    warnings.warn(
-        f"Layer '{name}' is differentiated as one operation, with one gradient scale for all that "
-        "is inside: its call is more than layers and keras.ops applied to its inputs. "
-        f"What stopped it: {reason}",
-        stacklevel=2,
-    )
 
 
 def scope_dtype(layer):
@@ -218,15 +211,27 @@ class _Tracer:
     Args:
         training: What the outermost layer is told; then what Keras' call context says, as each
             layer leaves it for the next.
+        warned: Set of the layers of which a warning has told that they cannot be opened.
     """
 
-    def __init__(self, training):
+    def __init__(self, training, warned=None):
         self.steps = []
         self.opened = False
         self._training = training
         self._reads = {}
-        self._warned = set()
+        self._warned = set() if warned is None else warned
         self._losses = []
+
+    def warn(self, layer, name, reason):
+        """Tells, once for each layer, that it cannot be opened."""
+        if id(layer) not in self._warned:
+            self._warned.add(id(layer))
+            warnings.warn(
+                f"Layer '{name}' is differentiated as one operation, with one gradient scale for "
+                "all that is inside: its call is more than layers and keras.ops applied to its "
+                f"inputs. What stopped it: {reason}",
+                stacklevel=2,
+            )
 
     def graph(self, inputs, outputs, structure):
         """The `Graph` of all steps."""
@@ -325,10 +330,8 @@ class _Tracer:
             else:
                 inner, dtype = open_attention(operation, args, kwargs), None
         except NotOpenable as reason:
-            weights = getattr(operation, "weights", ())
-            if weights and id(operation) not in self._warned:
-                self._warned.add(id(operation))
-                _warn(name, reason)
+            if getattr(operation, "weights", ()):
+                self.warn(operation, name, reason)
             return None
         outputs = self.inside(inner, tensors, f"{name}/", dtype)
         if not any(map(is_product, self.steps[first:])):

@@ -36,6 +36,7 @@ class Handwritten(InPlace):
     def _set_up(self, config):
         super()._set_up(config)
         self._gradscale.region = Region(config)
+        self._gradscale.warned = set()
 
     def _has_scales(self):
         return self._gradscale.region.scales.is_built
@@ -84,7 +85,10 @@ class Handwritten(InPlace):
         args, kwargs = keras.tree.map_structure(_as_keras_tensor, (args, kwargs))
         # Graphs of their own are made to try out layers; none may be left in the model's.
         with tf.init_scope():
-            region.add(functools.partial(trace_call, self, args, kwargs), key)
+            region.add(
+                functools.partial(trace_call, self, args, kwargs, warned=self._gradscale.warned),
+                key,
+            )
         if first and getattr(self, "optimizer", None) is not None:
             self.optimizer.attach(region.scales)
 

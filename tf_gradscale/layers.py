@@ -67,7 +67,7 @@ class GradientScaled(keras.layers.Layer):
         check_layers(self.layer)
         # The region's scales are no weights of the layer. Neither tracked by Keras nor a container,
         # which saving would walk into.
-        traced = functools.partial(trace, function, scope_dtype(self.layer))
+        traced = functools.partial(trace, function, scope_dtype(self.layer), warned=set())
         region = Region(self.config)
         region.add(traced)
         state = types.SimpleNamespace(function=function, region=region)

@@ -73,7 +73,7 @@ class GradientScaling:
             )
         if self._gradscale.function is not function:
             check_layers(self)
-            traced = functools.partial(trace, function, scope_dtype(self))
+            traced = functools.partial(trace, function, scope_dtype(self), warned=set())
             self._gradscale.function = function
             self._gradscale.region = Region(self.config)
             self._gradscale.region.add(traced)

@@ -1,0 +1,210 @@
+"""Layers made of layers and `keras.ops`, in the ways in which people write them."""
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+layers = keras.layers
+
+
+class Feedforward(layers.Layer):
+    """Built by its author; passes `training` on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(12, activation="gelu")
+        self.outer = layers.Dense(8)
+        self.drop = layers.Dropout(0.4)
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.outer.build((*shape[:-1], 12))
+
+    def call(self, x, training=None):
+        return x + self.drop(self.outer(self.inner(x)), training=training)
+
+
+class OwnWeights(layers.Layer):
+    """Variables as operands, cast by the layer's policy, and expressions of variables."""
+
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(8,), initializer="ones", name="gain")
+        self.log_gain = self.add_weight(shape=(8,), initializer="zeros", name="log_gain")
+        self.kernel = self.add_weight(shape=(8, 8), name="kernel")
+        self.bias = self.add_weight(shape=(8,), initializer="zeros", name="bias")
+
+    def call(self, x):
+        x = x * self.gain * ops.exp(self.log_gain)
+        return ops.matmul(x, self.kernel) + ops.matmul(x, ops.transpose(self.kernel)) + self.bias
+
+
+class Twice(layers.Layer):
+    """Stateful layers called twice: their state depends on the order."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+        self.norm = layers.BatchNormalization(momentum=0.7)
+        self.drop = layers.Dropout(0.3)
+
+    def call(self, x, training=None):
+        a = self.norm(self.dense(x), training=training)
+        b = self.norm(3.0 * x + 1.0, training=training)
+        # Made in this order, used in the other.
+        first, second = self.drop(a, training=training), self.drop(b, training=training)
+        return second - 0.5 * first
+
+
+class SideEffect(layers.Layer):
+    """A layer inside is called only for what it keeps."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+        self.seen = layers.BatchNormalization()
+
+    def call(self, x, training=None):
+        self.seen(x, training=training)
+        return self.dense(x)
+
+
+class Switch(layers.Layer):
+    """Does other things in training; its inner layers are told nothing."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense, self.extra = layers.Dense(8), layers.Dense(8)
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        for layer in (self.dense, self.extra, self.norm):
+            layer.build(shape)
+
+    def call(self, x, training=None):
+        y = self.norm(self.dense(x))
+        return y + self.extra(x) if training else y
+
+
+class Told(layers.Layer):
+    """Tells one layer something else, which Keras' call context passes on to the next."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+        self.first, self.second = layers.BatchNormalization(), layers.BatchNormalization()
+
+    def call(self, x):
+        return self.second(self.first(self.dense(x), training=False))
+
+
+class TrainedByDefault(layers.Layer):
+    """`training` has a default of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense, self.norm = layers.Dense(8), layers.BatchNormalization()
+
+    def call(self, x, training=True):
+        return self.norm(self.dense(x), training=training)
+
+
+class Shapes(layers.Layer):
+    """Attention written by hand: computes with the sizes of the batch and the sequence."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.qkv, self.out = layers.Dense(24), layers.Dense(8)
+
+    def call(self, x):
+        batch, length, width = ops.shape(x)
+        qkv = ops.reshape(self.qkv(x), (batch, length, 3, 2, width // 2))
+        q, k, v = ops.unstack(ops.transpose(qkv, (2, 0, 3, 1, 4)), axis=0)
+        logits = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * 0.5
+        position = ops.arange(length)
+        logits = ops.where(position[:, None] >= position[None], logits, -1e4)
+        y = ops.matmul(ops.softmax(logits), v)
+        y = ops.reshape(ops.transpose(y, (0, 2, 1, 3)), (batch, length, width))
+        return self.out(y * ops.cast(length, y.dtype) / 6.0)
+
+
+class Nested(layers.Layer):
+    """Composites and models within, one of them told that it is not training."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [Feedforward(), Twice()]
+        self.model = keras.Sequential([layers.Dense(8), layers.BatchNormalization()])
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.model(x, training=False)
+
+
+class Recurrent(layers.Layer):
+    """Layers that are not opened, next to one that is."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+        self.gru = layers.Bidirectional(layers.GRU(4, return_sequences=True))
+        self.each = layers.TimeDistributed(layers.Dense(8))
+
+    def call(self, x):
+        return self.each(self.gru(self.dense(x)))
+
+
+class Attentive(layers.Layer):
+    """`MultiHeadAttention` with everything that masks it."""
+
+    def __init__(self, dropout=0.0, causal=True, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=dropout)
+        self.causal = causal
+        self.norm = layers.LayerNormalization()
+
+    def call(self, x, training=None):
+        y = self.norm(x)
+        return x + self.attention(y, y, use_causal_mask=self.causal, training=training)
+
+
+class Counts(layers.Layer):
+    """Updates a variable of its own: cannot be opened."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(8)
+        self.dense.build(shape)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return self.dense(x)
+
+
+class Raw(layers.Layer):
+    """Calls TensorFlow itself: cannot be opened."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def call(self, x):
+        return tf.math.sin(self.dense(x))
+
+
+OPENED = {
+    "feedforward": Feedforward,
+    "own_weights": OwnWeights,
+    "twice": Twice,
+    "side_effect": SideEffect,
+    "switch": Switch,
+    "told": Told,
+    "trained_by_default": TrainedByDefault,
+    "shapes": Shapes,
+    "nested": Nested,
+    "recurrent": Recurrent,
+    "attentive": Attentive,
+    "attentive_dropout": lambda: Attentive(dropout=0.2),
+    "attention_not_causal": lambda: Attentive(causal=False),
+}
+CLOSED = {"counts": Counts, "raw": Raw}
