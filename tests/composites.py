@@ -34,7 +34,7 @@ class OwnWeights(layers.Layer):
         self.bias = self.add_weight(shape=(8,), initializer="zeros", name="bias")
 
     def call(self, x):
-        x = x * self.gain * ops.exp(self.log_gain)
+        x = self.gain * x * ops.exp(self.log_gain)
         return ops.matmul(x, self.kernel) + ops.matmul(x, ops.transpose(self.kernel)) + self.bias
 
 

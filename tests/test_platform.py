@@ -37,6 +37,7 @@ PRIVATE = {
     "_compute_causal_padding",
     "_convert_input_args",
     "_distribution_strategy",
+    "_dtype_policy",
     "_flatten_layers",
     "_functional",
     "_inbound_nodes",
@@ -486,6 +487,54 @@ def test_variables_in_custom_gradients_come_as_themselves():
     assert {v.ref() for v in variables[:2]} <= set(seen)
 
 
+def test_custom_gradients_are_marked():
+    """_gradient_op_type: at the operations that have one, in functions inside as well."""
+
+    @tf.custom_gradient
+    def identity(x):
+        return tf.identity(x), lambda dy: dy
+
+    def marked(function):
+        definition = tf.function(function).get_concrete_function(tf.constant(1.0)).graph
+        definition = definition.as_graph_def()
+        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+        return any("_gradient_op_type" in node.attr for node in nodes)
+
+    assert marked(lambda x: identity(2.0 * x))
+    assert marked(lambda x: tf.while_loop(lambda x: x < 9.0, lambda x: [identity(x) + 1], [x])[0])
+    assert marked(lambda x: tf.recompute_grad(tf.tanh)(x))
+    assert not marked(lambda x: tf.nn.relu(2.0 * x))
+
+
+def test_functions_are_cut_to_what_is_asked_for():
+    """wrap_function: reads the variable itself; `prune` feeds any tensor, leaves out updates."""
+    variable = tf.Variable(2.0)
+
+    def double():
+        variable.assign_add(1.0)
+        return 2.0 * variable.read_value()
+
+    function = tf.compat.v1.wrap_function(double, [])
+    kinds = [op.type for op in function.graph.get_operations()]
+    assert "AssignAddVariableOp" in kinds
+    read = next(op for op in function.graph.get_operations() if op.type == "ReadVariableOp")
+    pruned = function.prune([read.outputs[0]], function.structured_outputs)
+    assert float(pruned(tf.constant(5.0))) == 10.0
+    assert float(variable) == 2.0
+
+
+def test_layers_compute_in_their_dtype_policy():
+    """_dtype_policy: what all that depends on the dtype is read from."""
+    layer = layers.Dense(2, dtype="mixed_float16")
+    layer.build((None, 3))
+    before = layer._dtype_policy
+    assert layer.dtype_policy is before
+    vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
+    assert layer.compute_dtype == layer(tf.zeros((1, 3), tf.float16)).dtype.name == "float32"
+    vars(layer)["_dtype_policy"] = before
+    assert layer(tf.zeros((1, 3))).dtype == tf.float16
+
+
 # --- Opening composites --------------------------------------------------------------------------
 
 
@@ -597,6 +646,13 @@ def test_stateless_scopes_give_values_and_are_known():
     graph = tf.__internal__.FuncGraph("scratch")
     with graph.as_default():
         assert tf.compat.v1.placeholder("float32", (2,)).graph is graph
+
+
+def test_variables_inherit_their_operators():
+    """So that those set for the time of an opening can be deleted."""
+    for name in ("__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__matmul__"):
+        assert name not in vars(keras.Variable)
+        assert hasattr(keras.Variable, name)
 
 
 def test_shape_functions_are_looked_up_in_their_modules():

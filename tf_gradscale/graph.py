@@ -473,13 +473,16 @@ def _is_composite(operation):
 
 
 _OPENED = [
-    layer.call
-    for layer in (
-        keras.layers.MultiHeadAttention,
-        keras.layers.GroupQueryAttention,
-        keras.layers.Attention,
-        keras.layers.AdditiveAttention,
+    getattr(keras.layers, name).call
+    for name in (
+        "MultiHeadAttention",
+        "GroupQueryAttention",
+        "Attention",
+        "AdditiveAttention",
+        "ReversibleEmbedding",
     )
+    # ReversibleEmbedding is newer than the oldest Keras.
+    if hasattr(keras.layers, name)
 ]
 
 

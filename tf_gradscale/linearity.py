@@ -4,6 +4,7 @@ Backpropagation is, and then ∇Y may come scaled. The exception is a custom gra
 that clips ∇Y, compares it with a threshold, takes its sign or adds something to it.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 
@@ -23,10 +24,7 @@ _TOLERANCE = 1e-3
 # What dimensions are taken for that are not known. Some layers need larger ones.
 _SIZES = (4, 32)
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply")
-
-
-class _Unknown(Exception):
-    """What a step does cannot be tried out."""
+_KNOWN = ("keras", "tf_gradscale")
 
 
 def is_linear(step):
@@ -40,12 +38,17 @@ def is_linear(step):
     """
     if not _runs_code_of_users(step):
         return True
-    with tf.init_scope(), _nothing_changes(step):
+    # In a thread of its own: no graph is being made there, and no tape is stopped.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_out, step).result()
+
+
+def _try_out(step):
+    with _nothing_changes(step):
         for size in _SIZES:
-            try:
+            # Whatever the layer's author wrote may fail.
+            with contextlib.suppress(Exception):
                 return _Trial(step, size).is_linear()
-            except Exception:  # noqa: S112  (whatever the layer's author wrote)
-                continue
     return False
 
 
@@ -74,9 +77,6 @@ def _runs_code_of_users(step):
     )
 
 
-_KNOWN = ("keras", "tf_gradscale")
-
-
 def _module(operation):
     return type(operation).__module__.split(".")[0]
 
@@ -85,7 +85,8 @@ def _is_function_of_users(x):
     """Whether an attribute is an activation or the like that is not one of Keras'."""
     if not callable(x) or isinstance(x, (keras.Operation, type)):
         return False
-    return (getattr(x, "__module__", None) or "").split(".")[0] not in _KNOWN
+    module = x.__module__ if hasattr(x, "__module__") else None
+    return module is None or module.split(".")[0] not in _KNOWN
 
 
 @contextlib.contextmanager
@@ -108,7 +109,10 @@ class _Trial:
     """
 
     def __init__(self, step, size):
-        self.inputs, self.is_custom = [], False
+        self.inputs = []
+        # Without a scope, variables are what they are stored as.
+        unscoped = dataclasses.replace(step, autocast_dtype=None)
+        variables = [variable_value(v) for v in getattr(step.operation, "trainable_variables", ())]
 
         def run():
             for tensor in step.inputs:
@@ -116,23 +120,23 @@ class _Trial:
                 dtype = "float32" if tensor.is_float else tensor.dtype
                 self.inputs.append(tf.compat.v1.placeholder(dtype, shape))
             self.factor = tf.compat.v1.placeholder("float32", ())
-            ys = keras.tree.flatten(dataclasses.replace(step, autocast_dtype=None).call(self.inputs))
-            self.is_custom = _has_custom_gradient(tf.compat.v1.get_default_graph())
-            return self._gradients(step, ys) if self.is_custom else []
+            floats = [x for x in self.inputs if x.dtype.is_floating]
+            with tf.GradientTape() as tape:
+                tape.watch(floats)
+                ys = keras.tree.flatten(unscoped.call(self.inputs))
+            if not _has_custom_gradient(tf.compat.v1.get_default_graph()):
+                return []
+            return self._gradients(tape, floats + variables, ys)
 
         self.function = tf.compat.v1.wrap_function(run, [])
 
-    def _gradients(self, step, ys):
+    def _gradients(self, tape, sources, ys):
         ys = [y for y in ys if y.dtype.is_floating]
         dys = [
             tf.cast(tf.random.stateless_normal(tf.shape(y), [1, i]) * self.factor, y.dtype)
             for i, y in enumerate(ys)
         ]
-        sources = [x for x in self.inputs if x.dtype.is_floating]
-        variables = getattr(step.operation, "trainable_variables", ())
-        sources += [variable_value(v) for v in variables]
-        # Not a tape: in an init_scope it records nothing.
-        gradients = tf.gradients(ys, sources, grad_ys=dys)
+        gradients = tape.gradient(ys, sources, output_gradients=dys)
         return [
             g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
             for g in gradients
@@ -150,7 +154,7 @@ class _Trial:
         values = [x.numpy() for x in self.function.prune([], reads)()] if reads else []
         pruned = self.function.prune([*self.inputs, *reads, self.factor], gradients)
         if any(node.op.startswith(_WRITES) for node in _nodes(pruned.graph)):
-            raise _Unknown("its gradient changes a variable")
+            return False
         random = np.random.default_rng(0)
         tried = False
         for draw in (random.standard_normal, random.random):

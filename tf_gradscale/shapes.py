@@ -1,8 +1,9 @@
-"""Shapes that are not known before the run, within the call of an opened composite.
+"""What Keras tensors lack within the call of an opened composite.
 
-`keras.ops.shape` of a Keras tensor gives `None` for such a dimension, with which nothing can be
-computed. A composite's call may well do so (`batch, length, _ = ops.shape(x)`): where it runs on
-tensors, it gets a number. While it is opened, it gets a stand-in for that number.
+`keras.ops.shape` of a Keras tensor gives `None` for a dimension that is not known before the run,
+with which nothing can be computed. A composite's call may well do so (`batch, length, _ =
+ops.shape(x)`): where it runs on tensors, it gets a number. While it is opened, it gets a stand-in
+for that number. And `self.gain * x` works on Keras tensors as `x * self.gain` does.
 """
 
 import contextlib
@@ -43,6 +44,8 @@ class DynamicBroadcast(DynamicReshape):
 def dynamic_shapes(scope):
     """Within it, `keras.ops.shape` of a Keras tensor gives tensors for unknown dimensions.
 
+    Variables take Keras tensors for operands, too.
+
     Args:
         scope: Tells whose calls are meant (`is_current`), and gives a `dimension` its stand-in.
     """
@@ -66,12 +69,39 @@ def dynamic_shapes(scope):
     for module in modules:
         for name, function in patched.items():
             setattr(module, name, function)
+    for name, function in _OPERATORS.items():
+        setattr(keras.Variable, name, _operator(name, function, scope))
     try:
         yield
     finally:
+        for name in _OPERATORS:
+            # What is inherited appears again.
+            delattr(keras.Variable, name)
         for module in modules:
             for name, function in originals.items():
                 setattr(module, name, function)
+
+
+_OPERATORS = {
+    "__add__": keras.ops.add,
+    "__sub__": keras.ops.subtract,
+    "__mul__": keras.ops.multiply,
+    "__truediv__": keras.ops.true_divide,
+    "__pow__": keras.ops.power,
+    "__matmul__": keras.ops.matmul,
+}
+
+
+def _operator(name, function, scope):
+    """An operator of variables that takes Keras tensors for its right operand."""
+    original = getattr(keras.Variable, name)
+
+    def operator(self, other):
+        if isinstance(other, keras.KerasTensor) and scope.is_current():
+            return function(self, other)
+        return original(self, other)
+
+    return operator
 
 
 def _shaped(operation, original, x, shape):

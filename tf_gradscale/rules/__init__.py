@@ -2,10 +2,12 @@
 
 import keras
 
+from tf_gradscale.linearity import is_linear
 from tf_gradscale.losses import LossesOf
 from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.rules.bilinear import Bilinear
 from tf_gradscale.rules.carry import AddedLosses, Carry, Measured, Outside, is_neutral
+from tf_gradscale.rules.custom import Unscaled, UnscaledLosses
 from tf_gradscale.rules.gemm import Gemm
 from tf_gradscale.rules.normalization import Normalization
 
@@ -17,6 +19,7 @@ __all__ = [
     "Normalization",
     "Rule",
     "Scaled",
+    "Unscaled",
     "register",
     "rule_for",
 ]
@@ -71,9 +74,12 @@ def rule_for(step, registry):
         if known in _registered:
             return _registered[known](step, registry)
     if isinstance(step.operation, LossesOf):
-        return AddedLosses(step, registry)
+        linear = is_linear(step.operation.step)
+        return (AddedLosses if linear else UnscaledLosses)(step, registry)
     if not any(tensor.is_float for tensor in step.outputs):
         return Outside(step, registry)
+    if not is_linear(step):
+        return Unscaled(step, registry)
     if Bilinear.takes(step):
         return Bilinear(step, registry)
     for rule in _DIRECT:

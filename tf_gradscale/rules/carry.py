@@ -3,6 +3,9 @@
 import keras
 import tensorflow as tf
 
+# keras.src: AutocastScope is not exported; tests/test_platform.py notices if it goes.
+from keras.src.backend import AutocastScope
+
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.tensors import cast, multiply
@@ -66,7 +69,10 @@ class Carry(Rule):
 
     def _scaled_vjp(self, tape, ys, xs, variables, pair, walk):
         """⟨α, vjp(∇Y)⟩: the pair, the gradients of `xs` and those of `variables`."""
-        gradients = tape.gradient(ys, xs + variables, output_gradients=pair.gradient)
+        is_layer = isinstance(self.operation, keras.layers.Layer)
+        # A rematerialized layer runs its `call` once more, and must find variables as before.
+        with AutocastScope(self.input_dtype() if is_layer else self.step.autocast_dtype):
+            gradients = tape.gradient(ys, xs + variables, output_gradients=pair.gradient)
         return pair, gradients[: len(xs)], gradients[len(xs) :]
 
 

@@ -1,0 +1,116 @@
+"""Every architecture converts without a warning, and its gradients stay at the rounding floor."""
+
+import functools
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tf_gradscale as gs
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+import architectures  # noqa: E402
+import zoo  # noqa: E402
+
+SMALL = architectures.ARCHITECTURES
+# Seeds differ by some percent: one is compared by the larger bound, a median by the smaller.
+ONE_SEED, BOUND = 1.3, 1.1
+SEEDS = range(4)
+MULTIPLIERS = (1e-9, 1e-4, 1.0, 1e4)
+slow = pytest.mark.slow
+
+bench = functools.cache(zoo.Bench)
+
+
+def ratios(subject, seed):
+    """Errors over the floor, for each multiplier; and the floor.
+
+    The gradients of the smallest loss are lost without a scale, so that there is something to mend.
+    """
+    ours, plain, _ = subject.errors(seed, MULTIPLIERS, (*zoo.SWEEP, min(MULTIPLIERS)))
+    floor = zoo.floor_of(plain[:-1])
+    assert zoo.middle(plain[-1]) > 0.9
+    return np.array([zoo.middle(row) for row in ours]) / floor, floor
+
+
+def parameters(fast):
+    """All small architectures, without XLA and with it: what is not fast is marked slow."""
+    return [
+        pytest.param(name, jit_compile, marks=() if (name, jit_compile) in fast else slow)
+        for name, architecture in SMALL.items()
+        for jit_compile in ((False, True) if architecture.jit_compile else (False,))
+    ]
+
+
+FAST = [
+    ("encoder", False),
+    ("encoder", True),
+    ("lstm", False),
+    ("two_tower", False),
+    ("two_tower", True),
+    ("u_net", False),
+    ("gan", False),
+    ("gan", True),
+]
+
+
+@pytest.mark.parametrize(("name", "jit_compile"), parameters(FAST))
+def test_the_very_first_pass(name, jit_compile):
+    found, floor = ratios(bench(SMALL[name], jit_compile), 0)
+    assert floor < 0.05
+    assert np.all(found <= ONE_SEED), np.round(found, 3)
+
+
+@slow
+@pytest.mark.parametrize("name", SMALL)
+def test_the_very_first_pass_over_seeds(name):
+    subject = bench(SMALL[name], SMALL[name].convolves)
+    found = np.median([ratios(subject, seed)[0] for seed in SEEDS], axis=0)
+    assert np.all(found <= BOUND), np.round(found, 3)
+
+
+# --- keras.applications --------------------------------------------------------------------------
+
+APPLICATIONS = [
+    "VGG16",
+    "ResNet50",
+    "ResNet50V2",
+    "InceptionV3",
+    "InceptionResNetV2",
+    "Xception",
+    "MobileNet",
+    "MobileNetV2",
+    "MobileNetV3Small",
+    "EfficientNetB0",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [x if x == "MobileNetV3Small" else pytest.param(x, marks=slow) for x in APPLICATIONS]
+)
+def test_applications_are_scaled_throughout(name):
+    """All products have scales of their own, and no layer is one operation with layers inside."""
+    with gs.policy_scope("mixed_float16"):
+        (model,) = architectures.application(name).build()
+    products = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, (keras.layers.Dense, keras.layers.DepthwiseConv2D))
+        or type(layer) in (keras.layers.Conv2D, keras.layers.SeparableConv2D)
+    ]
+    scaled = gs.convert(model)
+    sites = {site.name for site in scaled.scales if site.kind == "gemm"}
+    assert len(products) > 10
+    assert {f"{layer.name}/input" for layer in products} <= sites
+
+
+@slow
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_applications(name):
+    """With frozen batch normalisations: those of a few images make any rounding grow."""
+    subject = zoo.Bench(architectures.application(name, frozen=True), jit_compile=True, size=4)
+    found, floor = ratios(subject, 0)
+    assert floor < 0.5
+    assert np.all(found <= ONE_SEED), np.round(found, 3)
