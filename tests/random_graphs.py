@@ -1,10 +1,48 @@
-"""Random Keras graphs: layers, branches, splits, nested models, shared layers."""
+"""Random Keras graphs: layers, branches, splits, nested models, shared layers, composites."""
 
 import keras
+from keras import ops
 
 layers = keras.layers
 ACTIVATIONS = ["relu", "tanh", "sigmoid", "elu", "gelu", "silu"]
 INPUT_SHAPES = [(4,), (6, 4), (5, 4, 2)]
+
+
+class Composite(layers.Layer):
+    """Layers, operations, variables and shapes; does something else in training."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.first, self.second = layers.Dense(4, activation="tanh"), layers.Dense(units)
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.kernel = self.add_weight(shape=(shape[-1], 4))
+        self.first.build(shape)
+        for layer in (self.norm, self.second):
+            layer.build((*shape[:-1], 4))
+
+    def call(self, x, training=None):
+        sizes = ops.shape(x)
+        y = ops.reshape(self.gain * x, (sizes[0], -1, sizes[-1]))
+        y = ops.reshape(ops.matmul(y, ops.exp(self.kernel)), (*sizes[:-1], 4))
+        y = y + self.first(x) if training else y * self.first(x)
+        return self.second(self.norm(y, training=training))
+
+
+class Attends(layers.Layer):
+    """An attention layer within a layer."""
+
+    def __init__(self, dropout, causal):
+        super().__init__()
+        self.attention, self.causal = layers.MultiHeadAttention(2, 2, dropout=dropout), causal
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return x + self.attention(x, x, use_causal_mask=self.causal)
 
 
 class RandomGraph:
@@ -14,9 +52,12 @@ class RandomGraph:
         random: Source of choices, as `random.Random`.
         inputs: The Keras tensors to begin with.
         nesting: How deep models may lie within models.
+        composites: Whether there are attention and recurrent layers, layers made of layers, and
+            such as add losses.
     """
 
-    def __init__(self, random, inputs, nesting=1):
+    def __init__(self, random, inputs, nesting=1, composites=False):
+        self.composites = composites
         self.random = random
         self.pool = list(inputs)
         self.used = set()
@@ -37,7 +78,35 @@ class RandomGraph:
     def operation(self, x):
         """A random operation on `x`; returns a list of tensors."""
         kinds = [self.plain] * 5 + [self.joined] * 3 + [self.split, self.shared] + [self.nested] * 2
+        if self.composites:
+            kinds += [self.composite] * 8
         return self.choice(*kinds)(x)
+
+    def composite(self, x):
+        """One with layers inside, or a loss."""
+        kind = self.choice("own", "own", "loss", "attention", "attention", "recurrent")
+        if kind == "loss":
+            return [layers.Dense(2, activation="relu", activity_regularizer="l2")(x)]
+        if kind == "own" or len(x.shape) != 3:
+            return [Composite(self.choice(1, 2, 4))(x)]
+        if kind == "recurrent":
+            cell = self.choice(layers.SimpleRNN, layers.GRU, layers.LSTM)
+            layer = cell(2, return_sequences=self.choice(True, False), unroll=True)
+            if self.choice(True, False):
+                layer = layers.Bidirectional(layer)
+            return [self.choice(layer, layers.TimeDistributed(layers.Dense(2)))(x)]
+        if self.choice(True, False):
+            return [Attends(0.0, self.choice(True, False))(x)]
+        y = self.like(x)
+        if self.choice(True, False):
+            return [self.choice(layers.Attention, layers.AdditiveAttention)()([x, y])]
+        heads = {"num_heads": 2, "use_bias": self.choice(True, False)}
+        return [
+            self.choice(
+                layers.MultiHeadAttention(key_dim=2, **heads),
+                layers.GroupQueryAttention(2, 2, 1, use_bias=heads["use_bias"]),
+            )(x, y, use_causal_mask=self.choice(True, False))
+        ]
 
     def like(self, x):
         """A tensor of the shape of `x`: one of the pool, `x` itself, or one made of it."""
@@ -78,7 +147,7 @@ class RandomGraph:
             return self.plain(x)
         if self.random.random() < 0.5:
             inner_input = keras.Input(x.shape[1:])
-            inner = RandomGraph(self.random, [inner_input], self.nesting - 1)
+            inner = RandomGraph(self.random, [inner_input], self.nesting - 1, self.composites)
             model = keras.Model(inner_input, inner.grow(3)[-1])
         else:
             model = keras.Sequential([self.layer(x.shape)])
@@ -159,10 +228,10 @@ class RandomGraph:
         return getattr(layers, name)(**options)
 
 
-def random_model(random, steps=6):
+def random_model(random, steps=6, composites=False):
     """A random model of one or more inputs and outputs."""
     inputs = [keras.Input(random.choice(INPUT_SHAPES)) for _ in range(random.choice([1, 1, 2]))]
-    graph = RandomGraph(random, inputs)
+    graph = RandomGraph(random, inputs, composites=composites)
     outputs = graph.grow(steps)
     if random.random() < 0.3:
         # One that is used inside as well; or an input, given back as it came.

@@ -21,9 +21,9 @@ WITHOUT_SHRINKING = [Phase.generate]
 class Problem:
     """A random model, the same one converted, and a random linear function of the outputs."""
 
-    def __init__(self, random, seed, run):
+    def __init__(self, random, seed, run, composites=False):
         self.rng, self.run = np.random.default_rng(seed), run
-        self.plain = random_model(random)
+        self.plain = random_model(random, composites=composites)
         self.training = random.choice([True, False, None])
         for variable in self.plain.trainable_variables:
             variable.assign(variable + 0.3 * self.normal(variable.shape))
@@ -46,6 +46,7 @@ class Problem:
                 outputs = [tf.cast(y, "float32") for y in outputs]
                 pairs = zip(outputs, self.weights, strict=True)
                 value = sum(tf.reduce_sum(y * w) for y, w in pairs)
+                value += sum(tf.cast(loss, "float32") for loss in model.losses)
             return outputs, tape.gradient(value, [*inputs, *variables])
 
         return lambda: [
@@ -76,8 +77,8 @@ def distance(found, wanted):
     )
 
 
-def check_float32(random, seed, run):
-    problem = Problem(random, seed, run)
+def check_float32(random, seed, run, composites=False):
+    problem = Problem(random, seed, run, composites)
     state = problem.plain.get_weights()
     plain_outputs, plain = problem.evaluation(problem.plain)()
     plain_state = problem.plain.get_weights()
@@ -116,6 +117,25 @@ def test_forced_scales_change_no_bit_graph(random, seed):
 @settings(max_examples=4, phases=WITHOUT_SHRINKING)
 def test_forced_scales_change_no_bit_xla(random, seed):
     check_float32(random, seed, MODES["xla"])
+
+
+@pytest.mark.parametrize(("mode", "examples"), [("eager", 10), ("graph", 5), ("xla", 3)])
+def test_forced_scales_change_no_bit_in_composites(mode, examples):
+    """Attention, recurrent layers, layers made of layers, layers that add losses."""
+
+    @given(randoms, seeds)
+    @settings(max_examples=examples, phases=WITHOUT_SHRINKING)
+    def check(random, seed):
+        check_float32(random, seed, MODES[mode], composites=True)
+
+    check()
+
+
+@pytest.mark.slow
+@given(randoms, seeds)
+@settings(max_examples=30, phases=WITHOUT_SHRINKING)
+def test_forced_scales_change_no_bit_in_many_composites(run, random, seed):
+    check_float32(random, seed, run, composites=True)
 
 
 @pytest.mark.slow
