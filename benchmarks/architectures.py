@@ -5,6 +5,7 @@ networks, towers that share their weights, encoder-decoders, and two models that
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import keras
@@ -25,6 +26,7 @@ class Architecture:
         losses: Function of the models and a batch: the loss of each model, in float32.
         jit_compile: Whether plain Keras runs it in float16 under XLA.
         convolves: Whether float16 is too slow without XLA, on CPUs.
+        frozen: Whether its batch normalisations use moving statistics, as in fine-tuning.
     """
 
     build: Callable
@@ -32,6 +34,7 @@ class Architecture:
     losses: Callable
     jit_compile: bool = True
     convolves: bool = False
+    frozen: bool = False
 
     def gradients(self, models, batch, multiplier=1.0):
         """Losses, and the gradients of each model's loss, times a multiplier, by its variables."""
@@ -49,20 +52,22 @@ def softmax(x):
     return layers.Activation("softmax", dtype="float32")(x)
 
 
-def cross_entropy(models, x, labels):
+def cross_entropy(models, x, labels, training=True):
     """The mean cross-entropy of one model's softmax."""
     (model,) = models
-    made = model(x, training=True)
+    made = model(x, training=training)
     return [tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, made))]
 
 
-def images(shape, classes=CLASSES):
-    """Data: noise in the colour of its class."""
+def images(shape, classes=CLASSES, pixels=False):
+    """Data: noise in the colour of its class; of a magnitude of 1, or pixels up to 255."""
 
     def batch(rng, size):
         colours = rng.normal(size=(classes, 1, 1, shape[-1]))
         labels = rng.integers(classes, size=(size,))
         x = rng.normal(size=(size, *shape)) + colours[labels]
+        if pixels:
+            x = np.clip(128 + 40 * x, 0, 255)
         return x.astype("float32"), labels
 
     return batch
@@ -161,7 +166,7 @@ def merged_mask(inputs, padding_mask):
     """The mask of an attention's keys: the one that is given, or the one that came along."""
     if padding_mask is None:
         padding_mask = getattr(inputs, "_keras_mask", None)
-    return None if padding_mask is None else ops.expand_dims(padding_mask, 1)
+    return None if padding_mask is None else ops.cast(ops.expand_dims(padding_mask, 1), "int32")
 
 
 def causal_mask(inputs):
@@ -244,9 +249,9 @@ class TransformerDecoder(TransformerLayer):
 
     def call(self, decoder_sequence, encoder_sequence, training=None):
         padding = merged_mask(decoder_sequence, None)
-        mask = ops.cast(causal_mask(decoder_sequence), "bool")
+        mask = causal_mask(decoder_sequence)
         if padding is not None:
-            mask = ops.logical_and(mask, ops.cast(padding, "bool"))
+            mask = ops.minimum(padding, mask)
         encoder_mask = merged_mask(encoder_sequence, None)
         x = self._residual(
             decoder_sequence,
@@ -269,17 +274,21 @@ class TransformerDecoder(TransformerLayer):
 
 
 def encoder(depth=3):
-    """A classifier of sentences: a transformer's encoder, masks and all."""
+    """A classifier of sentences: a transformer's encoder, each layer given the padding's mask."""
     inputs = keras.Input((LENGTH,), dtype="int32")
+    mask = ops.not_equal(inputs, 0)
     x = TokenAndPositionEmbedding(WORDS, LENGTH, WIDTH)(inputs)
     for i in range(depth):
-        x = TransformerEncoder(2 * WIDTH, 4, normalize_first=i % 2 == 1)(x)
+        x = TransformerEncoder(2 * WIDTH, 4, normalize_first=i % 2 == 1)(x, padding_mask=mask)
     x = layers.GlobalAveragePooling1D()(x)
     return (keras.Model(inputs, softmax(layers.Dense(CLASSES)(x))),)
 
 
 def translator(depth=1):
-    """An encoder and a causal decoder, whose head is the transpose of its embedding."""
+    """An encoder and a causal decoder, whose head is the transpose of its embedding.
+
+    Masks come along with the embedded words.
+    """
     inputs = [keras.Input((LENGTH,), dtype="int32", name=name) for name in ("source", "target")]
     x = TokenAndPositionEmbedding(WORDS, LENGTH, WIDTH)(inputs[0])
     for _ in range(depth):
@@ -356,7 +365,8 @@ def two_tower():
     def tower(x):
         x = layers.GlobalAveragePooling1D()(embedding(x))
         x = layers.Dense(WIDTH, activation="relu")(x)
-        return layers.UnitNormalization()(layers.Dense(WIDTH // 2)(x))
+        # In float32: its epsilon is no number of float16.
+        return layers.UnitNormalization(dtype="float32")(layers.Dense(WIDTH // 2)(x))
 
     scores = ops.matmul(tower(queries), ops.transpose(tower(items)))
     return (keras.Model([queries, items], softmax(layers.Rescaling(10.0)(scores))),)
@@ -453,6 +463,8 @@ ARCHITECTURES = {
 
 # --- keras.applications --------------------------------------------------------------------------
 
+# Those that scale pixels down themselves: numbers next to 0 would all be black.
+PIXELS = ("MobileNetV3", "EfficientNet", "ConvNeXt")
 # The smallest inputs that they take, where that is not 32.
 SIZES = {
     "InceptionV3": 75,
@@ -463,8 +475,14 @@ SIZES = {
 }
 
 
-def application(name):
-    """A model of keras.applications, untrained, at the smallest size of input, without dropout."""
+def application(name, frozen=False):
+    """A model of keras.applications, untrained, at the smallest size of input, without dropout.
+
+    Args:
+        name: The name of the function that makes it.
+        frozen: Whether its batch normalisations use moving statistics: over four images, the
+            batch's own make the gradients of deep networks chaotic.
+    """
     size = SIZES.get(name, 32)
 
     def build():
@@ -478,7 +496,9 @@ def application(name):
                 layer.rate = 0.0
         return (keras.Model(body.inputs, softmax(body.output), name=body.name),)
 
-    return Architecture(build, images((size, size, 3), 10), cross_entropy, convolves=True)
+    batch = images((size, size, 3), 10, pixels=name.startswith(PIXELS))
+    losses = functools.partial(cross_entropy, training=not frozen)
+    return Architecture(build, batch, losses, convolves=True, frozen=frozen)
 
 
 def applications():
