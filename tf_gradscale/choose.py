@@ -27,9 +27,11 @@ _KERNEL_SHIFT = 30
 class Chooser:
     """Chooses scales under one `GradScaleConfig`.
 
-    All methods take `stored`, the group's part of the registry's vector, `retreat`, a vector with
-    an entry for each of its sites (`Placement.place`), and `frozen`, whether to keep the local
-    scales that are stored. They return the group's new part, laid out as `registry.Group` says.
+    Its public methods take at their end `updating`, whether to choose at all; `stored`, the group's
+    part of the registry's vector; `retreat`, a vector with an entry for each of its sites
+    (`Placement.place`; not where nothing is measured); and `frozen`, whether to keep the local
+    scales that are stored. They return the group's part of the vector, laid out as
+    `registry.Group` says. Those that they run, when scales are chosen, do not get `updating`.
     """
 
     def __init__(self, config):
@@ -40,9 +42,9 @@ class Chooser:
         self.cast = _SharedTrace(self._cast)
         self.measured = _SharedTrace(self._measured)
         self.join = _SharedTrace(self._join)
-        self.unmeasured_join = _SharedTrace(self._unmeasured_join)
-        self.unmeasured = _SharedTrace(self._unmeasured)
-        self.unmeasured_gemm = _SharedTrace(self._unmeasured_gemm)
+        self.unmeasured_join = _SharedTrace(self._unmeasured_join, 3)
+        self.unmeasured = _SharedTrace(self._unmeasured, 3)
+        self.unmeasured_gemm = _SharedTrace(self._unmeasured_gemm, 3)
 
     @staticmethod
     @functools.cache
@@ -277,12 +279,27 @@ def _part(scales, given, exponents=None):
 class _SharedTrace:
     """A `tf.function` for each combination of ranks, dtypes and Python arguments.
 
-    Not inlined, so that it is optimized once, not once a layer.
+    Not inlined, so that it is traced and optimized once, not once a layer, with the condition in
+    it whether scales are chosen in this pass.
+
+    Args:
+        function: A method of the `Chooser`.
+        state: How many arguments follow those that are the function's own.
     """
 
-    def __init__(self, function):
-        self._function = function
+    def __init__(self, function, state=4):
+        self._function, self._state = function, state
         self._traces = {}
+
+    def _if_updating(self, *args, **static):
+        own, (updating, *state) = args[: -self._state], args[-self._state :]
+        stored = state[0]
+        part = tf.cond(
+            updating,
+            lambda: self._function(*own, *state, **static),
+            lambda: tf.identity(stored),
+        )
+        return tf.ensure_shape(part, stored.shape)
 
     def __call__(self, *args, **static):
         tensors = tf.nest.flatten(args, expand_composites=True)
@@ -293,7 +310,9 @@ class _SharedTrace:
             # The structure alone: a tensor would keep the whole graph of its model alive.
             structure = tf.nest.map_structure(lambda _: None, args)
             traced = tf.function(
-                lambda *flat: self._function(*tf.nest.pack_sequence_as(structure, flat), **static),
+                lambda *flat: self._if_updating(
+                    *tf.nest.pack_sequence_as(structure, flat), **static
+                ),
                 input_signature=specs,
                 autograph=False,
                 experimental_attributes={"_noinline": True},

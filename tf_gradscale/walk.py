@@ -75,7 +75,7 @@ class Walk:
         exponent = -tf.clip_by_value(tf.round(grown), -26.0, 26.0)
         return tf.stop_gradient(tf.where(usable, exponent, 0.0))
 
-    def decide(self, group, upstream, owner, dtype, measure, keep):
+    def decide(self, group, upstream, owner, dtype, measure, keep, trial=False):
         """Chooses the scales of a group, in an updating pass, or reads them from the registry.
 
         Args:
@@ -83,9 +83,11 @@ class Walk:
             upstream: The `Scaled`s that arrive there, a list.
             owner: The step or tensor whose gradient is scaled.
             dtype: The dtype in which that gradient is kept.
-            measure: Function of (stored part, retreat, frozen) that chooses from measurements.
-            keep: Function of (stored part, frozen), where there is nothing to choose: gradients
-                of another dtype are not scaled, and those of no use are not measured.
+            measure: Function of (updating, stored part, retreat, frozen) that chooses from
+                measurements, if updating.
+            keep: Function of (updating, stored part, frozen), where there is nothing to choose:
+                gradients of another dtype are not scaled, those of no use are not measured.
+            trial: Whether `measure` tries something out, which is to be done only if updating.
 
         Returns:
             The fields of the group's part of the registry, as scalars (see `Group`).
@@ -99,12 +101,17 @@ class Walk:
             for pair in upstream:
                 self._followers += [(site, group) for site in pair.origin]
 
-        def update():
-            if measures:
-                return measure(stored, self._retreat[first : first + count], self._frozen)
-            return keep(stored, self._frozen)
-
-        part = tf.cond(self.state["updating"], update, lambda: tf.identity(stored))
+        updating, retreat = self.state["updating"], self._retreat[first : first + count]
+        if not measures:
+            part = keep(updating, stored, self._frozen)
+        elif trial:
+            part = tf.cond(
+                updating,
+                lambda: measure(tf.constant(True), stored, retreat, self._frozen),
+                lambda: tf.identity(stored),
+            )
+        else:
+            part = measure(updating, stored, retreat, self._frozen)
         part = tf.ensure_shape(tf.stop_gradient(part), [group.size])
         self._parts[group.index] = part
         return tf.unstack(part)

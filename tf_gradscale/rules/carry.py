@@ -102,7 +102,7 @@ class Measured(Carry):
             return walk.chooser.unmeasured(alpha, *state, sites=1)
 
         dtype = self.gradient_dtype(dys)
-        part = walk.decide(self.group, [pair], self.step, dtype, measure, keep)
+        part = walk.decide(self.group, [pair], self.step, dtype, measure, keep, trial=True)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
         return self._declared_vjp(tape, ys, xs, variables, pair, walk)
