@@ -168,6 +168,26 @@ class Attentive(layers.Layer):
         return x + self.attention(y, y, use_causal_mask=self.causal, training=training)
 
 
+class Positions(layers.Layer):
+    """Adds what does not depend on the values of its input: one layer returns a variable."""
+
+    class Table(layers.Layer):
+        """Positions as KerasHub has them."""
+
+        def build(self, shape):
+            self.table = self.add_weight(shape=shape[1:], name="table")
+
+        def call(self, x):
+            return ops.broadcast_to(ops.convert_to_tensor(self.table), ops.shape(x))
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table, self.dense = Positions.Table(), layers.Dense(8)
+
+    def call(self, x):
+        return self.dense(x + self.table(x))
+
+
 class Counts(layers.Layer):
     """Updates a variable of its own: cannot be opened."""
 
@@ -202,6 +222,7 @@ OPENED = {
     "trained_by_default": TrainedByDefault,
     "shapes": Shapes,
     "nested": Nested,
+    "positions": Positions,
     "recurrent": Recurrent,
     "attentive": Attentive,
     "attentive_dropout": lambda: Attentive(dropout=0.2),

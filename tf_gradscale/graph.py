@@ -262,6 +262,8 @@ class _Tracer:
             self._node(node, {}, inner, prefix, autocast_dtype, opened)
         for outer in opened.cleared:
             self._append(ClearMask(), f"{prefix}mask", (), [tensors[id(outer)]])
+        for kt, tensor in opened.returned:
+            inner[id(kt)] = self._expression(tensor, f"{prefix}output", inner, opened)
         outputs = keras.tree.flatten(opened.outputs)
         for kt in outputs:
             mask = getattr(kt, "_keras_mask", None)

@@ -29,6 +29,7 @@ class Opened(NamedTuple):
     call made them. `outputs`: its Keras tensors, as the call returns them. `graph`: the scratch
     graph in which it ran. `reads`: what its placeholders stand for, by their names: variables,
     and dimensions as (Keras tensor, axis). `cleared`: outer tensors that lost their mask.
+    `returned`: (output, tensor) for those outputs that are tensors of the scratch graph.
     """
 
     arguments: list
@@ -38,6 +39,7 @@ class Opened(NamedTuple):
     reads: dict
     graph: Any
     cleared: list
+    returned: list
 
 
 def open_call(layer, args, kwargs, training):
@@ -63,7 +65,7 @@ def open_call(layer, args, kwargs, training):
     inner, args, kwargs = _fresh(args, kwargs)
     scope = _Scope()
     with _as_it_was(layer) as before, scope, dynamic_shapes(scope), call_context(training):
-        outputs, histories = _call(layer, args, kwargs)
+        outputs, histories = _call(layer, args, kwargs, scope)
         unused = [
             kt
             for one, inbound, _ in before.values()
@@ -72,7 +74,8 @@ def open_call(layer, args, kwargs, training):
             for kt in node.outputs
         ]
         wanted = [*keras.tree.flatten(outputs), *unused, *scope.measured]
-        nodes = _nodes(wanted, histories, inner)
+        returned = [kt for kt, _ in scope.returned]
+        nodes = _nodes(wanted, histories, inner, returned)
     if scope.state_mapping:
         raise NotOpenable("it updates a variable")
     if scope.losses:
@@ -121,7 +124,8 @@ def _opened(inner, nodes, outputs, scope):
         for outer, copy, mask in inner
         if mask is not None and getattr(copy, "_keras_mask", None) is None
     ]
-    return Opened(arguments, masks, nodes, outputs, scope.reads, scope.graph, cleared)
+    returned = scope.returned
+    return Opened(arguments, masks, nodes, outputs, scope.reads, scope.graph, cleared, returned)
 
 
 class _Scope(keras.StatelessScope):
@@ -133,6 +137,8 @@ class _Scope(keras.StatelessScope):
         self.reads: dict[str, Any] = {}
         # Keras tensors that were asked for their shape.
         self.measured: list = []
+        # Keras tensors that stand for those of the graph, made of variables and shapes alone.
+        self.returned: list = []
         self._placeholders: dict[Any, tf.Tensor] = {}
 
     def __enter__(self):
@@ -157,6 +163,16 @@ class _Scope(keras.StatelessScope):
     def is_current(self):
         """Whether the composite's own code is running, in its own thread."""
         return tf.compat.v1.get_default_graph() is self.graph
+
+    def symbolic(self, x):
+        """What a composite returns, as a Keras tensor."""
+        if isinstance(x, keras.KerasTensor):
+            return x
+        if not tf.is_tensor(x):
+            raise NotOpenable(f"it returns {x!r} for a tensor")
+        kt = keras.KerasTensor(x.shape, x.dtype.name)
+        self.returned.append((kt, x))
+        return kt
 
     def dimension(self, kt, axis):
         """A dimension that is not known before the run."""
@@ -201,7 +217,7 @@ def call_context(training):
         global_state.set_global_attribute("current_call_ctx", outer)
 
 
-def _call(layer, args, kwargs):
+def _call(layer, args, kwargs, scope):
     """Calls the layer, with its `call` run on the Keras tensors themselves.
 
     Returns its outputs, and for each the history it had before it became an output.
@@ -209,10 +225,8 @@ def _call(layer, args, kwargs):
     histories = {}
 
     def symbolic_call(*args, **kwargs):
-        outputs = layer.call(*args, **kwargs)
+        outputs = keras.tree.map_structure(scope.symbolic, layer.call(*args, **kwargs))
         for kt in keras.tree.flatten(outputs):
-            if not isinstance(kt, keras.KerasTensor):
-                raise NotOpenable(f"it returns {kt!r} for a tensor")
             histories[id(kt)] = getattr(kt, "_keras_history", None)
         return outputs
 
@@ -233,9 +247,10 @@ def _call(layer, args, kwargs):
             keras.config.enable_traceback_filtering()
 
 
-def _nodes(waiting, histories, inner):
+def _nodes(waiting, histories, inner, returned=()):
     """The nodes that made some Keras tensors and their masks, and all nodes before them."""
     known = {id(kt) for _, copy, mask in inner for kt in (copy, mask) if kt is not None}
+    known |= set(map(id, returned))
     waiting = [*waiting, *(getattr(copy, "_keras_mask", None) for _, copy, _ in inner)]
     found: dict[int, tuple] = {}
     while waiting:
