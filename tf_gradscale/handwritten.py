@@ -10,9 +10,9 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.models.functional import Functional
 
-from tf_gradscale.graph import trace_call
 from tf_gradscale.model import GradientScaling, check_layers, is_plain_forward, plain_forward
 from tf_gradscale.region import Region
+from tf_gradscale.tracing import trace_call
 
 
 class InPlace(GradientScaling):

@@ -37,14 +37,17 @@ class Expression:
 
     Attributes:
         arguments: The variables that it is computed from; dimensions as (Keras tensor, axis).
+        dtypes: Names of all dtypes on the way.
     """
 
     def __init__(self, tensor, opened):
         needed, waiting = set(), [tensor.op]
+        self.dtypes = set()
         while waiting:
             made_by = waiting.pop()
             if made_by.name not in needed:
                 needed.add(made_by.name)
+                self.dtypes |= {x.dtype.name for x in made_by.outputs}
                 waiting += [x.op for x in made_by.inputs] + list(made_by.control_inputs)
         definition = opened.graph.as_graph_def()
         kept = [node for node in definition.node if node.name in needed]

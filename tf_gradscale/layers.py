@@ -5,10 +5,11 @@ import types
 
 import keras
 
-from tf_gradscale.graph import function_of, scope_dtype, trace
+from tf_gradscale.graph import function_of, scope_dtype
 from tf_gradscale.model import check_layers, is_plain_forward, unpacked
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
+from tf_gradscale.tracing import trace
 
 
 @keras.saving.register_keras_serializable(package="tf_gradscale")

@@ -10,11 +10,12 @@ import keras
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
-from tf_gradscale.graph import function_of, scope_dtype, trace
+from tf_gradscale.graph import function_of, scope_dtype
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
 from tf_gradscale.registry import autocast_off
+from tf_gradscale.tracing import trace
 
 
 class _Mode(threading.local):

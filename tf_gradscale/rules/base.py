@@ -43,7 +43,7 @@ class Rule:
     def input_dtype(self):
         """The dtype to which float inputs are cast before `forward`, or `None` to leave them.
 
-        A layer casts its inputs to its compute dtype, and `keras.ops` cast to the widest. Done
+        A layer casts its inputs to its compute dtype, and `keras.ops` to that of their result. Done
         here instead, the gradient arrives before it is cast back, so that it can be scaled first.
         """
         operation = self.operation
@@ -52,11 +52,8 @@ class Rule:
             return operation.compute_dtype if operation.autocast and is_float else None
         if hasattr(operation, "compute_dtype"):
             return operation.compute_dtype
-        floats = {tensor.dtype for tensor in self.step.inputs if tensor.is_float}
         made = {tensor.dtype for tensor in self.step.outputs}
-        if made == {"float32"} and ("float32" in floats or type(operation).__name__ == "Cast"):
-            return "float32"
-        return None
+        return "float32" if made == {"float32"} else None
 
     def forward(self, inputs, call):
         """Runs the step.

@@ -6,6 +6,7 @@ import tensorflow as tf
 # keras.src: AutocastScope is not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
+from tf_gradscale.inner import Expression, Whole
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.tensors import cast, multiply
@@ -26,11 +27,20 @@ class Carry(Rule):
 
     Backpropagation is linear in ∇Y, so any operation is right with ⟨α, vjp(∇Y)⟩; the gradients
     of variables are divided by α in float32. An operation with several outputs first brings
-    their gradients to one scale (splitting, lines 15 to 18).
+    their gradients to one scale (splitting, lines 15 to 18). The gradient of a float32 output of
+    what computes in float16 will be cast inside, and is scaled before.
     """
 
     def __init__(self, step, registry):
         super().__init__(step, registry)
+        self.casts = [None] * len(step.outputs)
+        self.narrow = _computes_in(step.operation, registry.config.gradient_dtype)
+        for i, tensor in enumerate(step.outputs):
+            if self.narrow and tensor.dtype == "float32":
+                label = (
+                    f"{step.name}/output" if len(step.outputs) == 1 else f"{step.name}/output_{i}"
+                )
+                self.casts[i] = registry.add_group([(label, "cast")], 2)
         self.split = None
         if len(step.outputs) > 1:
             names = [(f"{step.name}/split", "split")]
@@ -46,6 +56,10 @@ class Carry(Rule):
 
     def backward(self, record, upstream, walk):
         inputs, tape, outputs = record
+        upstream = [
+            pair if pair is None or group is None else self._cast(group, pair, walk)
+            for group, pair in zip(self.casts, upstream, strict=True)
+        ]
         pair = self._join(upstream, walk)
         ys = [y for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
         xs = [x for x in inputs if x.dtype.is_floating]
@@ -58,6 +72,12 @@ class Carry(Rule):
         made = iter(dxs)
         dxs = [next(made) if x.dtype.is_floating else None for x in inputs]
         return [None if dx is None else pair._replace(gradient=dx) for dx in dxs]
+
+    def _cast(self, group, pair, walk):
+        """Scales a gradient so that it fits into the dtype in which the step computes."""
+        config = walk.registry.config
+        model, kept = config.cast_model, config.gradient_dtype
+        return walk.cast(group, pair, "float32", self.step, model, kept)
 
     def _join(self, upstream, walk):
         """Algorithm 1's splitting: one pair whose gradient is the list of those of the outputs."""
@@ -109,7 +129,7 @@ class Measured(Carry):
 
     def gradient_dtype(self, dys):
         """The dtype in which gradients are kept where β takes effect."""
-        return dys[0].dtype
+        return self.narrow or dys[0].dtype
 
     def _declared_vjp(self, *args):
         """The vjp in the dtypes that TensorFlow declares: XLA's bilinear resizing makes float32."""
@@ -133,6 +153,14 @@ class AddedLosses(Measured):
         """What `backward` needs: the record of the layer's step, with its losses for outputs."""
         inputs, tape, _ = record
         return inputs, tape, losses
+
+
+def _computes_in(operation, dtype):
+    """The dtype, if an operation that is not one of `keras.ops` computes in it, else `None`."""
+    if isinstance(operation, Expression):
+        return dtype if dtype in operation.dtypes else None
+    runs_layers = isinstance(operation, (keras.layers.Layer, Whole))
+    return dtype if runs_layers and operation.compute_dtype == dtype else None
 
 
 def _dense(gradient):
