@@ -299,6 +299,17 @@ def test_models_written_by_hand_train(tokens, jit_compile):
     assert {site.kind for site in model.scales} >= {"gemm", "variable", "branch"}
 
 
+def test_a_model_compiled_before_is_to_be_compiled_again(tokens):
+    model = written("mixed_float16")
+    model.compile("sgd")
+    gs.convert(model)
+    with pytest.raises(ValueError, match="You must call `compile"):
+        model.fit(*tokens, verbose=0)
+    model.compile("sgd")
+    model.fit(*tokens, verbose=0)
+    assert isinstance(model.optimizer, gs.GradScaleOptimizer)
+
+
 def test_models_written_by_hand_are_given_back(tokens):
     model = written("mixed_float16")
     wanted = model(tokens[0])["logits"]
@@ -368,3 +379,28 @@ def test_functional_models_with_methods_of_their_own_stay_of_their_class():
     history = model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0).history
     assert history["own"] == [1.0]
     assert [site.name for site in model.scales] == ["dense/kernel", "dense/input"]
+
+
+def test_models_written_by_hand_under_a_strategy(strategy, tokens):
+    """Each replica sees half the batch; the mean of their gradients is the whole one's."""
+    truth = written("float32")
+    before = truth.get_weights()
+    truth.compile(keras.optimizers.SGD(2.0**20))
+    truth.fit(*tokens, batch_size=BATCH, verbose=0)
+    with strategy.scope():
+        model = gs.convert(written("mixed_float16"))
+        model.compile(keras.optimizers.SGD(2.0**20))
+    model.fit(*tokens, batch_size=BATCH, verbose=0)
+    replicas = strategy.num_replicas_in_sync
+    # This training step does not divide its loss by the number of replicas, whose gradients add up.
+    moves = [(a - b) / replicas for a, b in zip(model.get_weights(), before, strict=True)]
+    truth = [a - b for a, b in zip(truth.get_weights(), before, strict=True)]
+    assert distance(moves, truth) < 1e-2
+
+
+def test_a_first_call_on_a_replica_is_refused(mirrored):
+    with mirrored.scope():
+        model = gs.convert(Written())
+    x = {"tokens": tf.ones((2, 6), tf.int32)}
+    with pytest.raises(RuntimeError, match="Call it on one batch within `strategy.scope"):
+        mirrored.run(lambda: model(x))

@@ -89,7 +89,7 @@ class Handwritten(InPlace):
                 functools.partial(trace_call, self, args, kwargs, warned=self._gradscale.warned),
                 key,
             )
-        if first and getattr(self, "optimizer", None) is not None:
+        if first and self.optimizer is not None:
             self.optimizer.attach(region.scales)
 
     def _symbolic_build(self, iterator=None, data_batch=None):
@@ -115,6 +115,8 @@ def convert_in_place(model, config):
     # object.__setattr__: not a change of state that Keras would track.
     object.__setattr__(model, "__class__", type(kind.__name__, (mixin, kind), members))
     model._set_up(config)
+    # Its optimizer was chosen for a plain model.
+    model.optimizer, model.compiled = None, False
     return model
 
 
