@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from compare import TINY, Threefold, error, normal
 
 import tf_gradscale as gs
 from tf_gradscale import formats
@@ -338,6 +339,95 @@ def test_the_last_batch_is_smaller():
     assert counts(ours) == (12, 0)
 
 
+# --- 6, 20: training loops that were written for plain Keras -------------------------------------
+
+
+def small_classifier():
+    inputs = keras.Input((6,))
+    x = layers.Dense(12, activation="tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+
+
+def vectors(batch=16):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(batch, 6)).astype("float32"), np.arange(batch) % 3
+
+
+class LayerByLayer(keras.Model):
+    """Takes the gradients of one layer after the other."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = 1e-7 * self.compute_loss(x, y, self(x, training=True))
+        for layer in self.layers:
+            if layer.trainable_variables:
+                gradients = tape.gradient(loss, layer.trainable_variables)
+                self.optimizer.apply(gradients, layer.trainable_variables)
+        return {"true_loss": 1e7 * loss}
+
+
+def test_a_train_step_that_goes_layer_by_layer():
+    losses = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(1)
+        with gs.policy_scope(policy):
+            plain = small_classifier()
+            model = LayerByLayer(plain.inputs, plain.outputs)
+        if policy != "float32":
+            assert gs.convert(model) is model
+        # Plain SGD: it has no state that belongs to variables, which come in turn.
+        model.compile(keras.optimizers.SGD(1e6), "sparse_categorical_crossentropy")
+        model.optimizer.build(model.trainable_variables)
+        history = model.fit(*vectors(), batch_size=8, epochs=5, shuffle=False, verbose=0).history
+        losses.append(history["true_loss"])
+    assert losses[0][-1] < 0.95 * losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+
+
+def published_loop(model, optimizer, scale_loss=False):
+    """The loop of Keras' guide "Writing a training loop from scratch in TensorFlow", unchanged.
+
+    With `scale_loss`, as the guide to mixed precision has it.
+    """
+    x_train, y_train = vectors(32)
+    loss_fn = keras.losses.SparseCategoricalCrossentropy()
+    train_dataset = tf.data.Dataset.from_tensor_slices((x_train, y_train)).batch(8)
+    seen = []
+
+    @tf.function
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss_value = loss_fn(y, logits)
+            scaled_loss = optimizer.scale_loss(loss_value) if scale_loss else loss_value
+        grads = tape.gradient(scaled_loss, model.trainable_weights)
+        optimizer.apply(grads, model.trainable_weights)
+        return loss_value
+
+    for _ in range(3):
+        for x_batch_train, y_batch_train in train_dataset:
+            seen.append(float(train_step(x_batch_train, y_batch_train)))
+    return seen
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ours", "ours, scale_loss", "Keras'"])
+def test_the_published_training_loop(wrapper):
+    true, ours = pair(small_classifier)
+    wanted = published_loop(true, keras.optimizers.Adam(0.02))
+    optimizer = keras.optimizers.Adam(0.02)
+    if wrapper == "Keras'":
+        # Its own scale goes in and out again, on top of ours.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    elif wrapper != "none":
+        optimizer = gs.GradScaleOptimizer(optimizer, scales=ours.scales)
+    found = published_loop(ours, optimizer, scale_loss=wrapper[-1] in "s'")
+    assert wanted[-1] < 0.9 * wanted[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-2)
+    for a, b in zip(ours.get_weights(), true.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.01)
+
+
 # --- 7: large logits in float16 ------------------------------------------------------------------
 
 
@@ -375,6 +465,51 @@ def test_large_logits_of_a_float16_head(end):
     assert_close(found, expected, 0.03)
 
 
+# --- 8: statistics beyond what float16 holds -----------------------------------------------------
+
+
+def grouped():
+    inputs = keras.Input((8, 8, 4))
+    x = layers.GroupNormalization(2)(layers.Rescaling(1.0)(inputs))
+    return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
+
+
+def pooled():
+    inputs = keras.Input((256, 256, 1))
+    x = layers.GlobalAveragePooling2D()(layers.Rescaling(1.0)(inputs))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def averaged():
+    inputs = keras.Input((256, 256, 1))
+    x = keras.ops.mean(layers.Rescaling(1.0)(inputs), axis=(1, 2))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+@pytest.mark.parametrize(("build", "size"), [(grouped, 6e4), (pooled, 300.0), (averaged, 300.0)])
+@pytest.mark.parametrize("multiplier", [1.0, 1e-6])
+def test_statistics_of_large_values(build, size, multiplier):
+    true, ours = pair(build)
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0.9, 1.0, size=(2, *true.input_shape[1:])).astype("float32") * size
+    # What float16 holds, so that both models normalise the same.
+    x = x.astype("float16").astype("float32")
+    assert np.all(np.isfinite(x)) and (size**2 > FLOAT16.largest)
+    weights = rng.normal(size=(2, 3)).astype("float32")
+
+    def gradients(model):
+        batch = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(batch)
+            value = multiplier * tf.reduce_sum(
+                tf.cast(model(batch, training=True), "float32") * weights
+            )
+        found = tape.gradient(value, [batch, *[v.value for v in model.trainable_variables]])
+        return [g.numpy() for g in found]
+
+    assert_close(gradients(ours), gradients(true), 0.01)
+
+
 # --- 9: weights in float16 -----------------------------------------------------------------------
 
 
@@ -405,6 +540,263 @@ def test_weights_must_be_float32(build, dtype):
     assert f'dtype="mixed_{dtype}" instead of dtype="{dtype}"' in message
     assert "narrow/kernel" in message
     gs.convert(build(f"mixed_{dtype}"))
+
+
+# --- 10: a detector ------------------------------------------------------------------------------
+
+
+def detector():
+    inputs = keras.Input((8, 8, 3))
+    x = layers.Conv2D(8, 3, padding="same", activation="relu")(inputs)
+    classes = layers.Conv2D(1, 1, activation="sigmoid", bias_initializer="ones")(x)
+    return keras.Model(inputs, [classes, layers.Conv2D(4, 1)(x)])
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_detector_with_few_positives_and_one_large_box(jit_compile):
+    true, ours = pair(detector)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 8, 8, 3)).astype("float32")
+    positive = rng.random(size=(4, 8, 8, 1)) < 0.02
+    boxes = rng.normal(size=(4, 8, 8, 4)).astype("float32")
+    boxes[1, 2, 3] = 1e4
+    boxes[0, 0, 0], positive[0, 0, 0], positive[1, 2, 3] = 0.5, True, True
+    focal = keras.losses.BinaryFocalCrossentropy()
+
+    def loss(model, x, positive, boxes, factors):
+        classes, found = model(x, training=True)
+        positive = tf.cast(positive, tf.float32)
+        # Smooth L1, on the positives alone; and a squared error, which the large box dominates.
+        smooth = keras.losses.huber(boxes, found)[..., None] * positive
+        squares = 1e-4 * tf.reduce_mean((boxes - tf.cast(found, tf.float32)) ** 2)
+        parts = focal(positive, classes), tf.reduce_sum(smooth), squares
+        return tf.reduce_sum(factors * tf.stack(parts))
+
+    true_step = differentiate(tf.function, true, loss)
+    step = differentiate(functools.partial(tf.function, jit_compile=jit_compile), ours, loss)
+    for multiplier in (1.0, 1e-6):
+        for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 1.0)):
+            batch = x, positive, boxes, np.array(weights, "float32") * np.float32(multiplier)
+            _, expected = true_step(*batch)
+            ours.scales.unfreeze()
+            _, found = step(*batch)
+            assert_close(found, expected, 0.01)
+            assert all(np.any(g) for g in found[:2])
+
+
+# --- 11: two optimizers in one step --------------------------------------------------------------
+
+
+def generator():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(6)(layers.Dense(8, activation="tanh")(inputs)))
+
+
+def discriminator():
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(8, activation="relu")(inputs)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_discriminator_skips_alone(run):
+    (true_g, ours_g), (true_d, ours_d) = pair(generator), pair(discriminator)
+    rng = np.random.default_rng(0)
+    real = tf.constant(rng.normal(size=(8, 6)), tf.float32)
+    noise = tf.constant(rng.normal(size=(8, 4)), tf.float32)
+    crossentropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def trained(g, d, wrap):
+        optimizers = []
+        for model in (g, d):
+            optimizer = keras.optimizers.SGD(0.05)
+            if wrap:
+                optimizer = gs.GradScaleOptimizer(optimizer, scales=model.scales)
+            optimizer.build(model.trainable_variables)
+            optimizers.append(optimizer)
+
+        def step(factor):
+            with tf.GradientTape() as tape_g, tf.GradientTape() as tape_d:
+                fake = g(noise, training=True)
+                of_real, of_fake = d(real, training=True), d(fake, training=True)
+                loss_g = 1e-6 * crossentropy(tf.ones((8, 1)), of_fake)
+                loss_d = crossentropy(tf.ones((8, 1)), of_real)
+                loss_d = factor * (loss_d + crossentropy(tf.zeros((8, 1)), of_fake))
+            gradients_g = tape_g.gradient(loss_g, g.trainable_variables)
+            gradients_d = tape_d.gradient(loss_d, d.trainable_variables)
+            optimizers[0].apply([1e6 * x for x in gradients_g], g.trainable_variables)
+            optimizers[1].apply(gradients_d, d.trainable_variables)
+            return loss_g, loss_d
+
+        step, moved = run(step), []
+        for i in range(5):
+            before = g.get_weights(), d.get_weights()
+            if not wrap and i == 2:
+                # The reference's discriminator is left out by hand.
+                kept = d.get_weights()
+                step(tf.constant(1.0))
+                d.set_weights(kept)
+            else:
+                step(tf.constant(np.inf if i == 2 else 1.0, tf.float32))
+            after = g.get_weights(), d.get_weights()
+            moved.append(
+                [
+                    [a - b for a, b in zip(*weights, strict=True)]
+                    for weights in zip(after, before, strict=True)
+                ]
+            )
+        return moved, optimizers
+
+    wanted, _ = trained(true_g, true_d, False)
+    found, optimizers = trained(ours_g, ours_d, True)
+    assert [int(o.applied_steps) for o in optimizers] == [5, 4]
+    assert [int(o.skipped_steps) for o in optimizers] == [0, 1]
+    for i, (moves, expected) in enumerate(zip(found, wanted, strict=True)):
+        assert_close(moves[0], expected[0], 0.03)
+        assert np.any(moves[0][0]) and np.any(moves[1][0]) == (i != 2)
+        assert_close(moves[1], expected[1], 0.03)
+    names = [{id(v) for v in model.scales.variables} for model in (ours_g, ours_d)]
+    assert not names[0] & names[1]
+
+
+# --- 12: a recurrent layer that keeps its states -------------------------------------------------
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph", pytest.param("xla", marks=pytest.mark.slow)])
+def test_states_that_are_kept(run, unroll):
+    """Each batch goes on where the last ended, in the pass that differentiates as in others."""
+    sequences = normal((4, 5, 6), 1)
+
+    def build():
+        inputs = keras.Input(batch_shape=sequences.shape)
+        x = layers.Dense(6, activation="tanh")(inputs)
+        x = layers.GRU(4, return_sequences=True, stateful=True, unroll=unroll)(x)
+        return keras.Model(inputs, layers.Dense(3)(x))
+
+    threefold = Threefold(build, sequences)
+    true, ours = threefold.true, threefold.ours
+    step, true_step = threefold.gradients(ours, run), threefold.gradients(true, tf.function)
+    seen = []
+    for multiplier in (1.0, TINY, 1.0):
+        wanted = true_step()
+        ours.scales.unfreeze()
+        assert max(error(step(multiplier), wanted)) < 5e-3
+        state, true_state = (model.layers[2].states[0] for model in (ours, true))
+        np.testing.assert_allclose(state, true_state, atol=2e-3)
+        seen.append(wanted)
+    # And they matter.
+    assert max(error(seen[1], seen[0])) > 0.1
+
+
+# --- 13: connectionist temporal classification ---------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("way", ["loss", "operation"])
+def test_ctc_on_the_outputs_of_an_lstm(run, way):
+    """As the loss of a model, and as the end of one."""
+    rng = np.random.default_rng(0)
+    # Labels are filled up with zeros, which are the blank.
+    labels = np.where(np.arange(6) < [[6], [2], [4]], rng.integers(1, 5, size=(3, 6)), 0)
+    sizes = {"target_length": np.array([6, 2, 4]), "output_length": np.full(3, 20)}
+
+    def build():
+        inputs = keras.Input(batch_shape=(3, 20, 6))
+        x = layers.LSTM(8, return_sequences=True)(layers.Dense(8, activation="tanh")(inputs))
+        x = layers.Dense(5)(x)
+        if way == "operation":
+            x = keras.ops.ctc_loss(labels.astype("int32"), x, **sizes)
+        return keras.Model(inputs, x)
+
+    def loss(model, x):
+        y = model(x, training=True)
+        return tf.reduce_mean(y) if way == "operation" else keras.losses.CTC()(labels, y)
+
+    frames = normal((3, 20, 6), 1)
+    Threefold(build, frames, loss=loss, loss_scale=2.0**10).check(run, (1.0, 1e-6))
+
+
+# --- 19: gradients that are None -----------------------------------------------------------------
+
+
+def three_dense():
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, activation="tanh")(inputs)
+    x = layers.Dense(8, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def test_a_layer_frozen_and_unfrozen_during_training():
+    true, ours = pair(three_dense)
+    x, _ = vectors()
+    y = np.random.default_rng(1).normal(size=(16, 3)).astype("float32")
+    for trainable in (True, False, True):
+        before = ours.get_weights()
+        for model in (true, ours):
+            model.layers[2].trainable = trainable
+            model.compile(keras.optimizers.SGD(1e5), "mse", loss_weights=1e-6)
+            model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        after = ours.get_weights()
+        moved = [not np.array_equal(a, b) for a, b in zip(after, before, strict=True)]
+        assert moved == [True, True, trainable, trainable, True, True]
+        for a, b in zip(after, true.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-3)
+        # Gradients pass through the frozen layer to the one below.
+        first, frozen = (layer.name for layer in ours.layers[1:3])
+        for name in (f"{first}/kernel", f"{frozen}/input"):
+            assert ours.scales[name].cumulative_scale > 2.0**10
+
+
+@pytest.mark.parametrize("unscale", ["layer", "optimizer"])
+def test_nothing_left_to_train(unscale):
+    _, model = pair(three_dense, gs.GradScaleConfig(unscale=unscale))
+    x, _ = vectors()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x))
+    unused = tf.Variable(1.0)
+    assert tape.gradient(loss, [unused]) == [None]
+    optimizer = gs.GradScaleOptimizer(keras.optimizers.SGD(), scales=model.scales)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        optimizer.apply([None] * 6, model.trainable_variables)
+
+
+# --- 21: gradients that do not come through the region alone -------------------------------------
+
+
+def test_weight_decay_and_a_layer_called_twice():
+    def build():
+        inputs = keras.Input((6,))
+        shared = layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))
+        return keras.Model(inputs, layers.Dense(3)(shared(shared(inputs))))
+
+    true, ours = pair(build)
+    x, _ = vectors()
+    y = np.random.default_rng(1).normal(size=(16, 3)).astype("float32")
+    for model in (true, ours):
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-12)
+        model.compile(optimizer, "mse", loss_weights=1e-6)
+        model.fit(x, y, batch_size=16, epochs=10, verbose=0)
+    for found, expected in zip(ours.get_weights(), true.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_a_penalty_where_data_give_no_gradient():
+    """Identical to float32's, to the last bit."""
+    true, ours = pair(
+        lambda: keras.Sequential(
+            [keras.Input((4,)), layers.Dense(2, kernel_regularizer=keras.regularizers.L2(1e-9))]
+        )
+    )
+
+    def loss(model, x):
+        return tf.reduce_sum(model(x, training=True)) + sum(model.losses)
+
+    x = np.zeros((3, 4), "float32")
+    _, expected = differentiate(tf.function, true, loss)(x)
+    _, found = differentiate(tf.function, ours, loss)(x)
+    assert np.any(found[0])
+    for g, t in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(g, t)
 
 
 # --- 25: resizing under XLA ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src import ops as keras_ops
 from keras.src.backend import AutocastScope
 from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
@@ -61,7 +61,7 @@ MODULES = {
     "keras.src",
     "keras.src.backend",
     "keras.src.backend.common",
-    "keras.src.backend.common.stateless_scope",
+    "keras.src.backend.common.symbolic_scope",
     "keras.src.layers.layer",
     "keras.src.models.functional",
     "tensorflow.python.eager",
@@ -630,7 +630,21 @@ def test_arguments_that_are_not_converted():
     assert layer.seen is x
 
 
-def test_stateless_scopes_give_values_and_are_known():
+def test_keras_tries_layers_out_in_a_symbolic_scope():
+    seen = []
+
+    class Seen(layers.Layer):
+        def call(self, x):
+            seen.append(in_symbolic_scope())
+            return x
+
+    layer = Seen()
+    layer(keras.KerasTensor((None, 2)))
+    layer(tf.ones((1, 2)))
+    assert seen == [True, False]
+
+
+def test_stateless_scopes_give_values():
     """Variables ask the scope's `get_current_value`; FuncGraph takes placeholders."""
     variable = keras.Variable(1.0)
 
@@ -638,9 +652,7 @@ def test_stateless_scopes_give_values_and_are_known():
         def get_current_value(self, variable):
             return tf.constant(2.0)
 
-    assert not in_stateless_scope()
     with Scope():
-        assert in_stateless_scope()
         assert float(variable.value) == 2.0
     assert float(variable.value) == 1.0
     graph = tf.__internal__.FuncGraph("scratch")

@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# keras.src: not exported; tests/test_platform.py notices if they go.
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+# keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
 from tf_gradscale.model import GradientScaling, check_layers, is_plain_forward, plain_forward
@@ -136,8 +135,7 @@ def _call_of(kind):
     @functools.wraps(kind.call)
     def call(self, *args, **kwargs):
         symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs)))
-        # Keras works out shapes in a stateless scope; nothing is differentiated there.
-        if is_plain_forward() or symbolic or in_stateless_scope():
+        if is_plain_forward() or symbolic:
             return self.plain_call(*args, **kwargs)
         return self.scaled_call(*args, **kwargs)
 

@@ -75,25 +75,28 @@ def captured(operation):
         del layer._losses[count:]
 
 
-def added_by(step):
-    """The losses that a step's layer adds when it is run.
+def tried_out(step):
+    """What a step's layer returns, and which losses it adds, when it is run.
 
     Args:
         step: The `graph.Step`.
 
     Returns:
-        Their dtypes; none also if it cannot be run on any batch.
+        The dtypes of its outputs, and those of the losses. As declared, and none, where it runs no
+        users' code, or cannot be run on any batch.
     """
-    if not may_add(step.operation):
-        return []
+    declared = [tensor.dtype for tensor in step.outputs]
+    lambdas = isinstance(step.operation, keras.layers.Lambda)
+    if not lambdas and not may_add(step.operation):
+        return declared, []
     scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
     with tf.__internal__.FuncGraph("losses").as_default(), scope:
         inputs = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in step.inputs]
         try:
-            step.call(inputs)
+            outputs = keras.tree.flatten(step.call(inputs))
         except Exception:  # whatever the layer's author wrote; when it is run, this is checked
-            return []
-    return [loss.dtype.name for loss in scope.losses]
+            return declared, []
+    return [y.dtype.name for y in outputs], [loss.dtype.name for loss in scope.losses]
 
 
 def _layers_of(operation):

@@ -6,8 +6,10 @@ import threading
 import types
 
 import keras
+import tensorflow as tf
 
-# keras.src: not exported; tests/test_platform.py notices if it goes.
+# keras.src: not exported; tests/test_platform.py notices if they go.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.models.functional import Functional
 
 from tf_gradscale.graph import function_of, scope_dtype
@@ -36,8 +38,8 @@ def plain_forward():
 
 
 def is_plain_forward():
-    """Whether nothing is differentiated now: a model predicts, evaluates or is exported."""
-    return _mode.plain
+    """Whether nothing is differentiated: a model predicts, is exported, or tried out by Keras."""
+    return _mode.plain or in_symbolic_scope()
 
 
 class GradientScaling:
@@ -81,7 +83,7 @@ class GradientScaling:
         return self._gradscale.region
 
     def call(self, inputs, training=None, mask=None, **kwargs):
-        if _mode.plain or function_of(self) is None:
+        if is_plain_forward() or function_of(self) is None:
             return super().call(inputs, training=training, mask=mask, **kwargs)
         function = function_of(self)
         flat = function._standardize_inputs(inputs)
@@ -104,6 +106,12 @@ class GradientScaling:
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built and self._has_scales():
             self.optimizer.build(self.trainable_variables)
+
+    def _aggregate_additional_loss(self, loss):
+        # A float16 layer's, in evaluation: Keras would add it to one of float32, and fail.
+        if loss.dtype in (tf.float16, tf.bfloat16):
+            loss = tf.cast(loss, tf.float32)
+        return super()._aggregate_additional_loss(loss)
 
     def test_step(self, data):
         with plain_forward():

@@ -91,6 +91,11 @@ class _Program:
         heads.cut(graph)
         consumers = graph.consumers()
         self._producers = {id(t): step for step in graph.steps for t in step.outputs}
+        self._losses = {
+            id(step.operation.step): len(step.outputs)
+            for step in graph.steps
+            if isinstance(step.operation, LossesOf)
+        }
         # Sites are reserved in the order in which the backward pass meets them.
         several = len(graph.head) > 1
         self._outputs = [
@@ -218,6 +223,13 @@ class _Program:
             else:
                 with captured(step.operation) as added[id(step)]:
                     outputs, kept = step.rule.forward(arguments, step.call)
+                expected = self._losses.get(id(step), 0)
+                if len(added[id(step)]) != expected:
+                    raise ValueError(
+                        f"Layer '{step.name}' must add the same number of losses in every call, "
+                        "or their gradients cannot be scaled. "
+                        f"Received: {len(added[id(step)])} losses, and {expected} in a trial"
+                    )
             for tensor, y in zip(step.outputs, outputs, strict=True):
                 if y.dtype.is_floating and y.dtype.name != tensor.dtype:
                     raise TypeError(

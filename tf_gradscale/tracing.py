@@ -11,7 +11,7 @@ from keras.src.backend import AutocastScope
 
 from tf_gradscale.graph import Graph, Slot, Step, Tensor, scope_dtype
 from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
-from tf_gradscale.losses import ActivityLoss, LossesOf, added_by
+from tf_gradscale.losses import ActivityLoss, LossesOf, tried_out
 from tf_gradscale.nesting import inner_function, is_composite, takes_position, without_tensors
 from tf_gradscale.opening import NotOpenable, open_attention, open_call
 from tf_gradscale.rules import is_product, replaces_call
@@ -255,7 +255,11 @@ class _Tracer:
 
     def _added_losses(self, step):
         """What a step's layer adds when Keras runs it."""
-        made = [Tensor((), dtype) for dtype in added_by(step)]
+        returned, added = tried_out(step)
+        for tensor, dtype in zip(step.outputs, returned, strict=True):
+            # Keras takes a Lambda's output, among others, to be of the layer's dtype.
+            tensor.dtype = dtype
+        made = [Tensor((), dtype) for dtype in added]
         if made:
             operation, name = LossesOf(step), f"{step.name}/loss"
             self.steps.append(Step(operation, name, (), {}, list(step.inputs), made, None))

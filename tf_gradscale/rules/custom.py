@@ -20,6 +20,8 @@ class Unscaled(Carry):
 
     def __init__(self, step, registry):
         Rule.__init__(self, step, registry)
+        # ∇Y arrives in float32 as it is.
+        self.casts = [None] * len(step.outputs)
         owner = step.operation
         self._layers = layers_of(owner.step.operation if isinstance(owner, LossesOf) else owner)
         dtypes = {tensor.dtype for tensor in [*step.inputs, *step.outputs]}
