@@ -132,7 +132,7 @@ class _Scope(keras.StatelessScope):
     """Variables are placeholders of a scratch graph; updates and losses are only noted."""
 
     def __init__(self):
-        super().__init__(collect_losses=True, initialize_variables=False)
+        super().__init__(collect_losses=True)
         self.graph = tf.__internal__.FuncGraph("opening")
         self.reads: dict[str, Any] = {}
         # Keras tensors that were asked for their shape.
@@ -147,8 +147,9 @@ class _Scope(keras.StatelessScope):
         return super().__enter__()
 
     def __exit__(self, *exception):
-        super().__exit__(*exception)
+        # In this order: variables of layers that were not built before are initialized outside.
         self._graph_scope.__exit__(*exception)
+        super().__exit__(*exception)
 
     def get_current_value(self, variable):
         if id(variable) in self.state_mapping:
