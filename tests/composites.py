@@ -201,6 +201,26 @@ class Counts(layers.Layer):
         return self.dense(x)
 
 
+class AddsLosses(layers.Layer):
+    """Adds losses of its own: of an activation, of a weight, and one in training."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.gain = self.add_weight(shape=(8,), initializer="ones", name="gain")
+
+    def call(self, x, training=None):
+        y = self.dense(x) * self.gain
+        self.add_loss(ops.mean(ops.square(ops.cast(y, "float32"))))
+        self.add_loss(ops.sum(ops.square(ops.cast(self.gain, "float32"))))
+        if training:
+            self.add_loss([ops.mean(ops.cast(y, "float32"))])
+        return y
+
+
 class Raw(layers.Layer):
     """Calls TensorFlow itself: cannot be opened."""
 
@@ -223,6 +243,7 @@ OPENED = {
     "shapes": Shapes,
     "nested": Nested,
     "positions": Positions,
+    "adds_losses": AddsLosses,
     "recurrent": Recurrent,
     "attentive": Attentive,
     "attentive_dropout": lambda: Attentive(dropout=0.2),

@@ -49,7 +49,8 @@ def gradients(model, x, multiplier=1.0, training=None):
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = tf.cast(model(x, training=training), tf.float32)
-        value = multiplier * tf.reduce_sum(y * normal((BATCH, SHAPE[0], 5), 50))
+        value = tf.reduce_sum(y * normal((BATCH, SHAPE[0], 5), 50))
+        value = multiplier * (value + sum(tf.cast(loss, tf.float32) for loss in model.losses))
     return tape.gradient(value, [x, *[v.value for v in model.trainable_variables]])
 
 
@@ -93,7 +94,9 @@ def test_gradients_are_those_of_plain_keras_in_float32(name, training):
     assert distance(found, wanted) < 5e-5
 
 
-@pytest.mark.parametrize("name", ["own_weights", "switch", "shapes", "nested", "attentive"])
+@pytest.mark.parametrize(
+    "name", ["own_weights", "switch", "shapes", "nested", "attentive", "adds_losses"]
+)
 def test_gradients_in_float16(name, run):
     """As good as plain float16's at a scale that suits them, where true ones are about 2^-30.
 
@@ -404,3 +407,100 @@ def test_a_first_call_on_a_replica_is_refused(mirrored):
     x = {"tokens": tf.ones((2, 6), tf.int32)}
     with pytest.raises(RuntimeError, match="Call it on one batch within `strategy.scope"):
         mirrored.run(lambda: model(x))
+
+
+class Autoencoder(keras.Model):
+    """Adds its own loss, and returns nothing for one of its outputs."""
+
+    def __init__(self, raw):
+        super().__init__()
+        self.encoder, self.decoder, self.raw = layers.Dense(8), layers.Dense(8), raw
+
+    def call(self, x):
+        code = self.encoder(x)
+        self.add_loss(1e-3 * ops.mean(ops.square(ops.cast(code, "float32"))))
+        return {"y": self.decoder(tf.nn.relu(code) if self.raw else ops.relu(code)), "extra": None}
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_model_that_adds_a_loss_and_returns_none(raw, run):
+    """Opened or not, the loss comes back scaled, and the structure of the outputs is kept."""
+    x = normal((BATCH, 8), 1)
+
+    def build(policy):
+        keras.utils.set_random_seed(5)
+        with gs.policy_scope(policy):
+            model = Autoencoder(raw)
+            model(x)
+        return model
+
+    def backward(model, multiplier=1.0):
+        with tf.GradientTape() as tape:
+            made = model(x)
+            assert made["extra"] is None
+            assert len(model.losses) == 1
+            value = 1e-4 * tf.reduce_sum(tf.cast(made["y"], tf.float32)) + sum(model.losses)
+            value *= multiplier
+        return tape.gradient(value, [v.value for v in model.trainable_variables])
+
+    truth = backward(build("float32"))
+    model = gs.convert(build("mixed_float16"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = run(lambda: backward(model, 2.0**-20))()
+    assert [str(w.message).count("as one operation") for w in warned] == ([1] if raw else [])
+    assert distance(times(2.0**20, found), truth) < 5e-3
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.Model):
+    """A model of a registered class."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_models_written_by_hand_are_saved_as_of_their_class(tmp_path):
+    """Loaded, they are plain, with the plain optimizer, that Keras then wraps as ever."""
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+    with gs.policy_scope("mixed_float16"):
+        model = gs.convert(Registered())
+        model.compile("sgd", "mse")
+        model.fit(x, y, verbose=0)
+        model.save(tmp_path / "model.keras")
+        with warnings.catch_warnings():
+            # The scales are no part of a plain optimizer's state.
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+            loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded) is Registered
+    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    gs.convert(loaded).compile("sgd", "mse")
+    loaded.fit(x, y, verbose=0)
+    assert isinstance(loaded.optimizer, gs.GradScaleOptimizer)
+
+
+def test_the_first_call_must_be_the_fullest():
+    class Modes(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = layers.Dense(2), layers.Dense(2)
+
+        def call(self, x, decode=True):
+            return self.decoder(self.encoder(x)) if decode else self.encoder(x)
+
+    x = tf.ones((2, 3))
+    first, second = Modes(), Modes()
+    for model in (first, second):
+        # Builds all layers.
+        model(x)
+        gs.convert(model)
+    first(x)
+    first(x, decode=False)
+    second(x, decode=False)
+    with pytest.raises(ValueError, match="Make the fullest call first. Received"):
+        second(x)

@@ -64,6 +64,7 @@ MODULES = {
     "keras.src.backend.common.symbolic_scope",
     "keras.src.layers.layer",
     "keras.src.models.functional",
+    "keras.src.saving",
     "tensorflow.python.eager",
 }
 

@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# keras.src: not exported; tests/test_platform.py notices if it goes.
+# keras.src: not exported; tests/test_platform.py notices if they go.
 from keras.src.models.functional import Functional
+from keras.src.saving import object_registration
 
 from tf_gradscale.model import GradientScaling, check_layers, is_plain_forward, plain_forward
 from tf_gradscale.region import Region
@@ -21,6 +22,14 @@ class InPlace(GradientScaling):
         """As `keras.Model.export`: only the plain forward graph is exported."""
         with plain_forward():
             return super(GradientScaling, self).export(*args, **kwargs)
+
+    def get_compile_config(self):
+        """That of the plain model, with the plain optimizer: Keras then scales the loss."""
+        config = super().get_compile_config()
+        if config and self.optimizer is not None:
+            inner = self.optimizer.inner_optimizer
+            config["optimizer"] = keras.saving.serialize_keras_object(inner)
+        return config
 
     def get_config(self):
         """That of the plain model: saved, it is an instance of its own class."""
@@ -112,7 +121,12 @@ def convert_in_place(model, config):
         model._convert_input_args = False
         model._allow_non_tensor_positional_args = True
     # object.__setattr__: not a change of state that Keras would track.
-    object.__setattr__(model, "__class__", type(kind.__name__, (mixin, kind), members))
+    converted = type(kind.__name__, (mixin, kind), members)
+    # GLOBAL_CUSTOM_NAMES: saved, it is of its own class, under the name it is registered by.
+    if kind in object_registration.GLOBAL_CUSTOM_NAMES:
+        name = object_registration.GLOBAL_CUSTOM_NAMES[kind]
+        object_registration.GLOBAL_CUSTOM_NAMES[converted] = name
+    object.__setattr__(model, "__class__", converted)
     model._set_up(config)
     # Its optimizer was chosen for a plain model.
     model.optimizer, model.compiled = None, False

@@ -1,5 +1,6 @@
 """What an opened composite does besides calling layers and `keras.ops`, as operations."""
 
+import keras
 import tensorflow as tf
 
 from tf_gradscale.registry import variable_value
@@ -107,7 +108,8 @@ class Whole:
         return self.model.trainable_variables
 
     def __call__(self, *args, **kwargs):
-        return self.model.plain_call(*args, **kwargs)
+        outputs = keras.tree.flatten(self.model.plain_call(*args, **kwargs))
+        return [y for y in outputs if y is not None]
 
 
 class MaskOf:

@@ -33,6 +33,22 @@ class ActivityLoss:
         return [loss for _, loss in added]
 
 
+class AddedLoss:
+    """A loss that an opened composite adds itself.
+
+    Args:
+        layer: The composite.
+    """
+
+    is_neutral = True
+
+    def __init__(self, layer):
+        self.owner = layer
+
+    def __call__(self, loss):
+        return tf.identity(loss)
+
+
 class LossesOf:
     """What another step's layer added when it ran.
 
@@ -100,6 +116,8 @@ def tried_out(step):
 
 
 def _layers_of(operation):
+    # A model that could not be opened has its call run without what is around it.
+    operation = getattr(operation, "model", operation)
     is_layer = isinstance(operation, keras.layers.Layer)
     return list(operation._flatten_layers()) if is_layer else []
 

@@ -26,16 +26,18 @@ class Opened(NamedTuple):
 
     `arguments`: (outer, inner) Keras tensors, what it was called on; `masks`: (outer, inner mask),
     for those of the outer tensors that have one. `nodes`: Keras nodes in the order in which the
-    call made them. `outputs`: its Keras tensors, as the call returns them. `graph`: the scratch
-    graph in which it ran. `reads`: what its placeholders stand for, by their names: variables,
-    and dimensions as (Keras tensor, axis). `cleared`: outer tensors that lost their mask.
-    `returned`: (output, tensor) for those outputs that are tensors of the scratch graph.
+    call made them. `outputs`: its Keras tensors, as the call returns them; `losses`: those it adds
+    with `add_loss`. `graph`: the scratch graph in which it ran. `reads`: what its placeholders
+    stand for, by their names: variables, and dimensions as (Keras tensor, axis). `cleared`: outer
+    tensors that lost their mask. `returned`: (output or loss, tensor) for those that are tensors of
+    the scratch graph.
     """
 
     arguments: list
     masks: list
     nodes: list
     outputs: Any
+    losses: list
     reads: dict
     graph: Any
     cleared: list
@@ -73,7 +75,7 @@ def open_call(layer, args, kwargs, training):
             for node in one._inbound_nodes[inbound:]
             for kt in node.outputs
         ]
-        wanted = [*keras.tree.flatten(outputs), *unused, *scope.measured]
+        wanted = [*flat_tensors(outputs), *unused, *scope.measured, *scope.added]
         returned = [kt for kt, _ in scope.returned]
         nodes = _nodes(wanted, histories, inner, returned)
     if scope.state_mapping:
@@ -125,7 +127,9 @@ def _opened(inner, nodes, outputs, scope):
         if mask is not None and getattr(copy, "_keras_mask", None) is None
     ]
     returned = scope.returned
-    return Opened(arguments, masks, nodes, outputs, scope.reads, scope.graph, cleared, returned)
+    return Opened(
+        arguments, masks, nodes, outputs, scope.added, scope.reads, scope.graph, cleared, returned
+    )
 
 
 class _Scope(keras.StatelessScope):
@@ -137,6 +141,8 @@ class _Scope(keras.StatelessScope):
         self.reads: dict[str, Any] = {}
         # Keras tensors that were asked for their shape.
         self.measured: list = []
+        # Keras tensors of the losses that the composite itself adds.
+        self.added: list = []
         # Keras tensors that stand for those of the graph, made of variables and shapes alone.
         self.returned: list = []
         self._placeholders: dict[Any, tf.Tensor] = {}
@@ -166,8 +172,8 @@ class _Scope(keras.StatelessScope):
         return tf.compat.v1.get_default_graph() is self.graph
 
     def symbolic(self, x):
-        """What a composite returns, as a Keras tensor."""
-        if isinstance(x, keras.KerasTensor):
+        """What a composite returns or adds to its losses, as a Keras tensor, or `None`."""
+        if x is None or isinstance(x, keras.KerasTensor):
             return x
         if not tf.is_tensor(x):
             raise NotOpenable(f"it returns {x!r} for a tensor")
@@ -223,27 +229,37 @@ def _call(layer, args, kwargs, scope):
 
     Returns its outputs, and for each the history it had before it became an output.
     """
-    histories = {}
+    histories: dict[int, Any] = {}
+    made: list = []
 
     def symbolic_call(*args, **kwargs):
         outputs = keras.tree.map_structure(scope.symbolic, layer.call(*args, **kwargs))
-        for kt in keras.tree.flatten(outputs):
+        made.append(outputs)
+        for kt in flat_tensors(outputs):
             histories[id(kt)] = getattr(kt, "_keras_history", None)
-        return outputs
+        # Keras knows no node with `None` for an output.
+        flat = keras.tree.flatten(outputs)
+        return outputs if all(kt is not None for kt in flat) else flat_tensors(outputs)
+
+    def add_loss(loss):
+        scope.added.extend(map(scope.symbolic, keras.tree.flatten(loss)))
 
     # In place of `Layer.symbolic_call`, which works the outputs' shapes out without `call`.
     vars(layer)["symbolic_call"] = symbolic_call
+    # Keras' own takes no Keras tensors.
+    vars(layer)["add_loss"] = add_loss
     filtering = keras.config.is_traceback_filtering_enabled()
     # The error itself is wanted, not one with the arguments of all calls around it.
     keras.config.disable_traceback_filtering()
     try:
-        return layer(*args, **kwargs), histories
+        layer(*args, **kwargs)
+        return made[0], histories
     except NotOpenable:
         raise
     except Exception as error:  # whatever the layer's author wrote
         raise NotOpenable(_stopped_by(error)) from error
     finally:
-        del vars(layer)["symbolic_call"]
+        del vars(layer)["symbolic_call"], vars(layer)["add_loss"]
         if filtering:
             keras.config.enable_traceback_filtering()
 
@@ -283,6 +299,11 @@ def _check_attributes(operation):
             raise NotOpenable(f"{type(operation).__name__} gets its `{name}` from a tensor's shape")
 
 
+def flat_tensors(structure):
+    """The tensors of a structure, without what is `None`."""
+    return [x for x in keras.tree.flatten(structure) if x is not None]
+
+
 def _number(node):
     """When the node was made: Keras numbers its tensors."""
     numbers = [kt.name.rpartition("_")[2] for kt in node.outputs if kt.name]
@@ -304,5 +325,5 @@ def _stopped_by(error):
         and frame.filename != __file__
     ]
     last = (own or frames)[-1]
-    text = str(error).strip().split("\n")[0]
+    text = str(error).strip().split("\n")[0].split(". ")[0]
     return f"`{last.line}` ({last.filename}:{last.lineno}): {type(error).__name__}: {text}"

@@ -72,7 +72,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built or self._scales is not None:
             raise ValueError(
                 "A GradScaleOptimizer keeps the scales of one model as part of its state. Make a "
-                "new one for another model. Received: an optimizer that is in use already"
+                "new one for another model, around `optimizer.inner_optimizer` to keep its state. "
+                "Received: an optimizer that is in use already"
             )
         self._scales = scales
 

@@ -10,7 +10,7 @@ from tensorflow.python.eager import record
 
 from tf_gradscale import heads
 from tf_gradscale.choose import Chooser
-from tf_gradscale.losses import ActivityLoss, LossesOf, captured
+from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
@@ -73,7 +73,9 @@ class Region:
             The outputs, in the structure of the graph; float ones are float32.
         """
         program = self._programs[key, None if training is None else bool(training)]
-        return keras.tree.pack_sequence_as(program.graph.structure, program(inputs))
+        made = iter(program(inputs))
+        structure = program.graph.structure
+        return keras.tree.map_structure(lambda kt: None if kt is None else next(made), structure)
 
 
 class _Program:
@@ -102,7 +104,8 @@ class _Program:
             self._edge(f"output_{i}" if several else "output", tensor, consumers)
             for i, tensor in enumerate(graph.outputs[: len(graph.head)])
         ]
-        self._outputs += map(self._loss_edge, graph.outputs[len(graph.head) :])
+        for tensor in graph.outputs[len(graph.head) :]:
+            self._outputs.append(self._loss_edge(tensor, consumers))
         self._edges, self._branches = {}, {}
         for step in reversed(graph.steps):
             for tensor in step.outputs:
@@ -142,10 +145,13 @@ class _Program:
             return _DEFERRED
         return self.scales.add_group([(name, "cast")], 2), model or self.config.cast_model
 
-    def _loss_edge(self, tensor):
+    def _loss_edge(self, tensor, consumers):
         """The same for a loss: what it is made of is kept in the layer's dtype."""
-        operation = self._producers[id(tensor)].operation
-        if isinstance(operation, ActivityLoss) or operation.compute_dtype != "float16":
+        step = self._producers[id(tensor)]
+        operation = step.operation
+        if not isinstance(operation, LossesOf):
+            return self._edge(step.name, tensor, consumers)
+        if operation.compute_dtype != self.config.gradient_dtype:
             return None
         return self.scales.add_group([(f"{operation.step.name}/loss", "cast")], 2), "normal"
 
@@ -241,7 +247,7 @@ class _Program:
             if step.rule.direct:
                 _carry_mask(step.operation, arguments[0], outputs[0])
             records[id(step)] = kept
-            if isinstance(step.operation, ActivityLoss):
+            if isinstance(step.operation, (ActivityLoss, AddedLoss)):
                 owners.append(step.operation.owner)
             elif isinstance(step.operation, LossesOf):
                 owners += [layer for layer, _ in added[id(step.operation.step)]]

@@ -136,8 +136,8 @@ class ScaleRegistry:
             return self._free[key].pop(0)
         if self.is_built:
             raise ValueError(
-                "All calls of a model must go through the same layers, with the scales of the "
-                "first. Convert it anew for inputs of another kind. "
+                "The first call of a model must go through all layers and operations that later "
+                "ones use, whose scales are made then. Make the fullest call first. "
                 f"Received: a call with {names_and_kinds[0][0]!r} besides"
             )
         sites = []

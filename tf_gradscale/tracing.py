@@ -11,9 +11,9 @@ from keras.src.backend import AutocastScope
 
 from tf_gradscale.graph import Graph, Slot, Step, Tensor, scope_dtype
 from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
-from tf_gradscale.losses import ActivityLoss, LossesOf, tried_out
+from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, tried_out
 from tf_gradscale.nesting import inner_function, is_composite, takes_position, without_tensors
-from tf_gradscale.opening import NotOpenable, open_attention, open_call
+from tf_gradscale.opening import NotOpenable, flat_tensors, open_attention, open_call
 from tf_gradscale.rules import is_product, replaces_call
 
 
@@ -61,12 +61,12 @@ def trace_call(layer, args, kwargs, training, warned=None):
         kwargs = {**kwargs, "training": training}
     try:
         opened = open_call(layer, args, kwargs, training)
-        outputs = tracer.inside(opened, tensors, "", scope_dtype(layer))
+        outputs = tracer.inside(opened, tensors, "", scope_dtype(layer), layer)
         structure = opened.outputs
     except NotOpenable as reason:
         tracer.warn(layer, layer.name, reason)
         structure = layer.compute_output_spec(*args, **kwargs)
-        outputs = tracer.whole(layer, args, kwargs, tensors, keras.tree.flatten(structure))
+        outputs = tracer.whole(layer, args, kwargs, tensors, flat_tensors(structure))
     return tracer.graph(inputs, outputs, structure)
 
 
@@ -116,7 +116,7 @@ class _Tracer:
                     self._node(node, given, tensors, prefix, autocast_dtype, None)
         return [tensors[id(kt)] for kt in function.outputs]
 
-    def inside(self, opened, tensors, prefix, autocast_dtype):
+    def inside(self, opened, tensors, prefix, autocast_dtype, owner):
         """The steps of an opened composite; `tensors` by the ids of the outer Keras tensors."""
         self.opened = True
         inner = {id(copy): tensors[id(outer)] for outer, copy in opened.arguments}
@@ -129,7 +129,7 @@ class _Tracer:
             self._append(ClearMask(), f"{prefix}mask", (), [tensors[id(outer)]])
         for kt, tensor in opened.returned:
             inner[id(kt)] = self._expression(tensor, f"{prefix}output", inner, opened)
-        outputs = keras.tree.flatten(opened.outputs)
+        outputs = flat_tensors(opened.outputs)
         for kt in outputs:
             mask = getattr(kt, "_keras_mask", None)
             if mask is not None:
@@ -138,6 +138,9 @@ class _Tracer:
                 else:
                     mask = self._expression(mask, f"{prefix}mask", inner, opened)
                 self._append(SetMask(), f"{prefix}mask", (), [inner[id(kt)], mask])
+        for kt in opened.losses:
+            loss = self._append(AddedLoss(owner), f"{prefix}loss", (kt,), [inner[id(kt)]])
+            self._losses += loss
         return [inner[id(kt)] for kt in outputs]
 
     def whole(self, layer, args, kwargs, tensors, outputs):
@@ -200,7 +203,7 @@ class _Tracer:
             if getattr(operation, "weights", ()):
                 self.warn(operation, name, reason)
             return None
-        outputs = self.inside(inner, tensors, f"{name}/", dtype)
+        outputs = self.inside(inner, tensors, f"{name}/", dtype, operation)
         if not any(map(is_product, self.steps[first:])):
             return None
         if isinstance(operation, keras.layers.Layer):
