@@ -232,7 +232,9 @@ def random_model(random, steps=6, composites=False):
     """A random model of one or more inputs and outputs."""
     inputs = [keras.Input(random.choice(INPUT_SHAPES)) for _ in range(random.choice([1, 1, 2]))]
     graph = RandomGraph(random, inputs, composites=composites)
-    outputs = graph.grow(steps)
+    # An older Keras does not take an input for an output that nothing else uses.
+    is_input = set(map(id, inputs))
+    outputs = [layers.ReLU()(y) if id(y) in is_input else y for y in graph.grow(steps)]
     if random.random() < 0.3:
         # One that is used inside as well; or an input, given back as it came.
         outputs.append(random.choice(graph.pool))

@@ -609,7 +609,8 @@ def test_layers_know_whether_they_are_rematerialized():
 def test_losses_are_kept_in_a_list():
     """_losses: what `add_loss` appends to, until the outermost layer is called again."""
     layer = layers.ActivityRegularization(l1=1.0)
-    layer(tf.ones((2, 3)))
+    # Newer Keras divides by the size of the batch.
+    layer(tf.ones((1, 3)))
     assert [float(loss) for loss in layer._losses] == [3.0]
     del layer._losses[:]
     assert not layer.losses
