@@ -139,6 +139,11 @@ def function_of(model):
     return model if isinstance(model, Functional) else None
 
 
+def is_users_code(layer):
+    """Whether a layer's `call` is neither Keras' own nor this package's."""
+    return type(layer).call.__module__.split(".")[0] not in ("keras", "tf_gradscale")
+
+
 def scope_dtype(layer):
     """The dtype to which a layer casts variables that are read in its `call`, or `None`."""
     return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gradscale.graph import is_users_code
 from tf_gradscale.inner import Whole
 from tf_gradscale.opening import call_context
 from tf_gradscale.policy import in_float32
@@ -71,8 +72,7 @@ def _runs_code_of_users(step):
         arguments = keras.tree.flatten((step.args, step.kwargs))
         return _module(operation) not in _KNOWN or any(map(_is_function_of_users, arguments))
     return any(
-        type(layer).call.__module__.split(".")[0] not in _KNOWN
-        or any(map(_is_function_of_users, list(vars(layer).values())))
+        is_users_code(layer) or any(map(_is_function_of_users, list(vars(layer).values())))
         for layer in operation._flatten_layers()
     )
 

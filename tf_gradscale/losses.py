@@ -9,6 +9,8 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from tf_gradscale.graph import is_users_code
+
 
 class ActivityLoss:
     """What a layer's activity regulariser adds for its output, computed in float32.
@@ -125,7 +127,6 @@ def _layers_of(operation):
 def may_add(operation):
     """Whether an operation is a layer that may add losses: has a regulariser, or users' code."""
     return any(
-        layer.activity_regularizer is not None
-        or type(layer).call.__module__.split(".")[0] not in ("keras", "tf_gradscale")
+        layer.activity_regularizer is not None or is_users_code(layer)
         for layer in _layers_of(operation)
     )

@@ -9,7 +9,7 @@ import tensorflow as tf
 # keras.src: this class is not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
-from tf_gradscale.graph import function_of
+from tf_gradscale.graph import function_of, is_users_code
 from tf_gradscale.opening import NotOpenable
 from tf_gradscale.rules import is_registered
 
@@ -35,8 +35,7 @@ def is_composite(operation):
         return False
     if not isinstance(operation, keras.layers.Layer):
         return type(operation).__name__ == "DotProductAttention"
-    written_by = type(operation).call.__module__
-    if written_by.split(".")[0] not in ("keras", "tf_gradscale"):
+    if is_users_code(operation):
         return not isinstance(operation, keras.layers.RNN)
     return type(operation).call in _OPENED
 

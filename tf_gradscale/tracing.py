@@ -175,13 +175,14 @@ class _Tracer:
             inputs = [tensors[id(kt)] for kt in node.input_tensors]
             made = self.function(function, inputs, f"{name}/", training, scope_dtype(operation))
         elif is_composite(operation):
-            state = len(self.steps), self._training, self.opened, dict(self._reads)
-            losses = list(self._losses)
+            count, losses, reads = len(self.steps), list(self._losses), dict(self._reads)
+            was_opened = self.opened
             made = self._composite(operation, args, kwargs, before, tensors, name, opened)
             if made is None:
-                del self.steps[state[0] :]
-                _, self._training, self.opened, self._reads = state
-                self._losses = losses
+                # As before the attempt.
+                del self.steps[count:]
+                self._losses, self._reads = losses, reads
+                self._training, self.opened = training, was_opened
         if made is None:
             if is_layer and training is not None and not takes_position(operation, args):
                 kwargs = {**kwargs, "training": training}
