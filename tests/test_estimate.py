@@ -27,14 +27,24 @@ def log2(x):
     return tf.constant(np.log2(x), tf.float32)
 
 
-def check(found, kind, lower, upper):
-    """The estimates are the theory's powers of two, but for those that rounding decides."""
+def check(found, kind, lower, upper, floor=0.0):
+    """The estimates are the theory's powers of two, but for those that rounding decides.
+
+    `floor`: the least that a scale may be.
+    """
     choose = {"balanced": theory.balanced_scale, "threshold": theory.threshold_scale}[kind]
     found = np.exp2(np.asarray(found, np.float64))
     nudges = [1 - ROUNDING, 1.0, 1 + ROUNDING]
-    least, expected, most = (choose(lower * nudge, upper * nudge) for nudge in nudges)
+    chosen = [choose(lower * nudge, upper * nudge) for nudge in nudges]
+    least, expected, most = np.maximum(chosen, floor)
     assert np.all((found == least) | (found == expected) | (found == most))
     assert np.mean(found == expected) >= 0.95
+
+
+def split(rows, kind):
+    """Rows of scale, lower and upper, as the arguments of `check`."""
+    found, lower, upper = np.array(rows).T
+    return found, kind, lower, upper
 
 
 def gradients(count=4096, s=2.5, zeros=0.3):
@@ -271,7 +281,8 @@ def test_the_scales_of_a_layer(run, kind, model):
             y = converted(x)
         return tape.gradient(y, [x, converted.trainable_variables[0]], output_gradients=dy)
 
-    cast, gemm = (converted.scales[name] for name in ("output", "dense/input"))
+    names = ("output", "dense/kernel", "dense/input")
+    cast, variable, gemm = (converted.scales[name] for name in names)
     kernel = converted.get_weights()[0].astype("float64")
     casts, products, arrived = [], [], []
     for decade in range(-16, 5, 4):
@@ -282,6 +293,9 @@ def test_the_scales_of_a_layer(run, kind, model):
         # What reaches the product, as float16 rounds it.
         dz = (dy * cast.scale).astype("float16") * (converted(x).numpy() > 0)
         arrived.append(dz)
+        # Near to normal, it is first multiplied by the kernel gradient's β_W.
+        before = variable if model == "normal" else cast
+        dz = (dz * (before.cumulative_scale / cast.cumulative_scale)).astype("float16")
         dz = dz.astype("float64")
         sigma_dy, sigma_w = (np.sqrt(np.mean(a**2)) for a in (dz, kernel))
         lower = theory.gemm_scale(1e-3, 24, sigma_dy, sigma_w, FLOAT16.smallest_subnormal)
@@ -291,9 +305,10 @@ def test_the_scales_of_a_layer(run, kind, model):
             largest = np.abs(dz).max(), np.abs(kernel).max()
             upper = theory.gemm_overflow_scale(24, *largest, FLOAT16.largest)
         products.append((np.log2(gemm.scale), lower, upper))
-        assert gemm.cumulative_scale == gemm.scale * cast.cumulative_scale
-    for found, lower, upper in (np.array(casts).T, np.array(products).T):
-        check(found, kind, lower, upper)
+        assert gemm.cumulative_scale == gemm.scale * before.cumulative_scale
+    check(*split(casts, kind))
+    # Multiplied by it, the kernel stays well above float16's subnormals.
+    check(*split(products, kind), floor=2.0 ** np.ceil(np.log2(2.0**-10 / sigma_w)))
 
 
 @pytest.mark.parametrize("model", CAST_MODELS)

@@ -1,8 +1,4 @@
-"""Choosing the scales of a group of sites: from gradients to the group's part of the registry.
-
-The functions are traced once for each combination of ranks, and shared by all layers. Their
-results are constants to whoever differentiates twice: scales are undone, whatever they are.
-"""
+"""Choosing the scales of a group of sites: from gradients to the group's part of the registry."""
 
 import functools
 import math
@@ -19,6 +15,7 @@ from tf_gradscale.estimate import (
     size,
     sum_squares,
 )
+from tf_gradscale.shared import Shared
 
 # Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
 _KERNEL_SHIFT = 30
@@ -36,15 +33,14 @@ class Chooser:
 
     def __init__(self, config):
         self.placement = Placement(config)
-        self.gemm = _SharedTrace(self._gemm)
-        self.cast_gemm = _SharedTrace(self._cast_gemm)
-        self.bilinear = _SharedTrace(self._bilinear)
-        self.cast = _SharedTrace(self._cast)
-        self.measured = _SharedTrace(self._measured)
-        self.join = _SharedTrace(self._join)
-        self.unmeasured_join = _SharedTrace(self._unmeasured_join, 3)
-        self.unmeasured = _SharedTrace(self._unmeasured, 3)
-        self.unmeasured_gemm = _SharedTrace(self._unmeasured_gemm, 3)
+        self.gemm = _if_updating(self._gemm)
+        self.bilinear = _if_updating(self._bilinear)
+        self.cast = _if_updating(self._cast)
+        self.measured = _if_updating(self._measured)
+        self.join = _if_updating(self._join)
+        self.unmeasured_join = _if_updating(self._unmeasured_join, 3)
+        self.unmeasured = _if_updating(self._unmeasured, 3)
+        self.unmeasured_gemm = _if_updating(self._unmeasured_gemm, 3)
 
     @staticmethod
     @functools.cache
@@ -52,43 +48,36 @@ class Chooser:
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
 
-    def _gemm(self, dy, x, kernel, log2_n, alpha, stored, retreat, frozen, dy_axis, x_axis):
-        """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: kernel, input.
+    def _gemm(
+        self, dy, x, kernel, log2_n, alpha, stored, retreat, frozen, dy_axis, x_axis, kind, apart
+    ):
+        """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: first, input.
 
         `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
+        `kind`: of the first site. `"variable"` is β_W. `"cast"` is the cast that a normalisation
+        ends with, which leaves room for the kernel's gradient: ∇Y is near to normal and comes
+        scaled, so that one set of statistics serves for both. `apart`: whether β is for ∇Y as it
+        comes, or for β_W∇Y.
         """
         state = _State(stored, retreat, frozen)
         squares = sum_squares(dy, dy_axis)
         total = tf.reduce_sum(squares)
         # The balanced placement takes the room of the distribution for max|∇Y|.
-        largest = total if self.placement.balanced else max_abs(dy)
+        measured = kind == "cast" or not self.placement.balanced
+        largest = max_abs(dy) if measured else total
         logs = _Logs(dy, x, kernel, squares, total, x_axis, largest)
-        beta, beta_w = self._product(logs, log2_n, 0.0, state.retreat[1]), tf.constant(0.0)
+        beta_w = tf.constant(0.0)
         if self.placement.balanced:
             beta_w = self.placement.variable(logs.norm_dy, logs.norm_x)
-        magnitudes = [total, total * logs.total_w]
-        return _part([self._settle([beta_w, beta], magnitudes, total, alpha, state, 0)], total)
-
-    def _cast_gemm(self, dy, *args, dy_axis, x_axis):
-        """The cast that a normalisation ends with, and the product behind it. Sites: cast, input.
-
-        The kernel's gradient is taken at the scale of the cast, which leaves room for it: there
-        is no β_W, and no second copy of ∇Y to multiply by it. ∇Y is near to normal and comes
-        scaled, so one set of statistics serves for both.
-        """
-        x, kernel, log2_n, alpha, stored, retreat, frozen = args
-        state = _State(stored, retreat, frozen)
-        largest, squares = max_abs(dy), sum_squares(dy, dy_axis)
-        logs = _Logs(dy, x, kernel, squares, tf.reduce_sum(squares), x_axis, largest)
-        lower, _ = self.placement.normal_bounds(logs.sigma_dy)
-        upper = self.placement.log2_largest - logs.max_dy
-        wanted = self.placement.place(lower, upper, state.retreat[0])
-        if self.placement.balanced:
-            wanted = tf.minimum(wanted, self.placement.variable(logs.norm_dy, logs.norm_x))
-        first = self._settle([wanted], [largest], largest, alpha, state, 0)
-        beta = self._product(logs, log2_n, first.local[0], state.retreat[1])
-        magnitudes = [largest * logs.total_w]
-        rest = self._settle([beta], magnitudes, largest, first.cumulative, state, 1)
+        if kind == "cast":
+            lower, _ = self.placement.normal_bounds(logs.sigma_dy)
+            upper = self.placement.log2_largest - logs.max_dy
+            wanted = self.placement.place(lower, upper, state.retreat[0])
+            beta_w = tf.minimum(wanted, beta_w) if self.placement.balanced else wanted
+        first = self._settle([beta_w], [largest], largest, alpha, state, 0)
+        shift, before = (0.0, alpha) if apart else (first.local[0], first.cumulative)
+        beta = self._product(logs, log2_n, shift, state.retreat[1])
+        rest = self._settle([beta], [largest * logs.total_w], largest, before, state, 1)
         return _part([first, rest], largest)
 
     def _bilinear(self, dy, a, b, count, alpha, stored, retreat, frozen, weights):
@@ -166,13 +155,12 @@ class Chooser:
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
         return _part([self._keep(sites, alpha, _State(stored, None, frozen), 0)], 1.0)
 
-    def _unmeasured_gemm(self, alpha, stored, frozen, casts):
-        """The same for a product; behind a cast, the second scale comes on top of the first."""
+    def _unmeasured_gemm(self, alpha, stored, frozen, apart):
+        """The same for a product, whose second scale comes on top of the first or beside it."""
         state = _State(stored, None, frozen)
-        if not casts:
-            return _part([self._keep(2, alpha, state, 0)], 1.0)
         first = self._keep(1, alpha, state, 0)
-        return _part([first, self._keep(1, first.cumulative, state, 1)], 1.0)
+        before = alpha if apart else first.cumulative
+        return _part([first, self._keep(1, before, state, 1)], 1.0)
 
     def _settle(self, wanted, magnitudes, given, alpha, state, first):
         """Scales from what was estimated.
@@ -276,48 +264,23 @@ def _part(scales, given, exponents=None):
     )
 
 
-class _SharedTrace:
-    """A `tf.function` for each combination of ranks, dtypes and Python arguments.
-
-    Not inlined, so that it is traced and optimized once, not once a layer, with the condition in
-    it whether scales are chosen in this pass.
+def _if_updating(function, state=4):
+    """Shares a method of the `Chooser`, with the condition whether scales are chosen in this pass.
 
     Args:
-        function: A method of the `Chooser`.
-        state: How many arguments follow those that are the function's own.
+        function: The method.
+        state: How many arguments follow those that are the method's own; before them comes
+            `updating`.
     """
 
-    def __init__(self, function, state=4):
-        self._function, self._state = function, state
-        self._traces = {}
-
-    def _if_updating(self, *args, **static):
-        own, (updating, *state) = args[: -self._state], args[-self._state :]
-        stored = state[0]
+    def choose(*args, **static):
+        own, (updating, *rest) = args[:-state], args[-state:]
+        stored = rest[0]
         part = tf.cond(
             updating,
-            lambda: self._function(*own, *state, **static),
+            lambda: function(*own, *rest, **static),
             lambda: tf.identity(stored),
         )
         return tf.ensure_shape(part, stored.shape)
 
-    def __call__(self, *args, **static):
-        tensors = tf.nest.flatten(args, expand_composites=True)
-        specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in tensors]
-        lengths = tuple(len(a) if isinstance(a, list) else None for a in args)
-        key = (lengths, tuple(specs), tuple(sorted(static.items())))
-        if key not in self._traces:
-            # The structure alone: a tensor would keep the whole graph of its model alive.
-            structure = tf.nest.map_structure(lambda _: None, args)
-            traced = tf.function(
-                lambda *flat: self._if_updating(
-                    *tf.nest.pack_sequence_as(structure, flat), **static
-                ),
-                input_signature=specs,
-                autograph=False,
-                experimental_attributes={"_noinline": True},
-            )
-            # Each is traced once; TensorFlow takes them for one function that is traced too often.
-            traced._omit_frequent_tracing_warning = True
-            self._traces[key] = traced
-        return self._traces[key](*tensors)
+    return Shared(choose)

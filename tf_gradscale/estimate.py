@@ -48,12 +48,14 @@ def log2_all(*values):
 
 
 def sum_squares(x, axis=None):
-    """Sums of x² over all axes but `axis` (`None`: over all), in float32."""
+    """Sums of x² in float32: of all, or for each index of the last axis (-1) or the second (1)."""
     squares = tf.square(tf.cast(x, tf.float32))
-    rank = x.shape.rank
-    return tf.reduce_sum(
-        squares, None if axis is None else [i for i in range(rank) if i != axis % rank]
-    )
+    if axis is None:
+        return tf.reduce_sum(squares)
+    shape = tf.shape(squares)
+    if axis == -1:
+        return tf.reduce_sum(tf.reshape(squares, [-1, shape[-1]]), 0)
+    return tf.reduce_sum(tf.reshape(tf.reduce_sum(squares, 0), [shape[1], -1]), 1)
 
 
 def size(x):

@@ -57,6 +57,7 @@ class Step:
         linear: Whether the layer's own activation is left to the graph's `head`.
         cast: Name of a cast that its output's gradient still has to go through, or `None`: the
             rule then does both at once.
+        wide: Whether its output's gradient may span many binades, as behind a softmax.
     """
 
     operation: Any
@@ -70,6 +71,7 @@ class Step:
     rule: Any = None
     linear: bool = False
     cast: str | None = None
+    wide: bool = False
 
     def call(self, inputs, method=None):
         """Calls the operation on tensors, as the enclosing model would.

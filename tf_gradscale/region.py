@@ -10,6 +10,7 @@ from tensorflow.python.eager import record
 
 from tf_gradscale import heads
 from tf_gradscale.choose import Chooser
+from tf_gradscale.differentiable import differentiable
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
 from tf_gradscale.registry import ScaleRegistry, autocast_off
 from tf_gradscale.rules import Gemm, rule_for
@@ -107,14 +108,22 @@ class _Program:
         for tensor in graph.outputs[len(graph.head) :]:
             self._outputs.append(self._loss_edge(tensor, consumers))
         self._edges, self._branches = {}, {}
+        wide = {
+            id(tensor)
+            for tensor, edge in zip(graph.outputs, self._outputs, strict=True)
+            if _keeps_width(edge)
+        }
         for step in reversed(graph.steps):
             for tensor in step.outputs:
                 self._reserve_branch(tensor, consumers, step.name)
+            step.wide = any(id(tensor) in wide for tensor in step.outputs)
             step.rule = rule_for(step, self.scales)
             dtype, model = step.rule.input_dtype(), step.rule.cast_model
             for i, tensor in enumerate(step.inputs):
                 label = f"{step.name}/cast" if len(step.inputs) == 1 else f"{step.name}/cast_{i}"
-                self._edges[step, i] = self._edge(label, tensor, consumers, dtype, model)
+                self._edges[step, i] = edge = self._edge(label, tensor, consumers, dtype, model)
+                if _keeps_width(edge) or (step.wide and not step.rule.sums):
+                    wide.add(id(tensor))
         for i, tensor in enumerate(graph.inputs):
             self._reserve_branch(tensor, consumers, f"input_{i}")
         if config.unscale == "optimizer":
@@ -167,25 +176,24 @@ class _Program:
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks, owners = [], []
         watched = [x for x in inputs if x.dtype.is_floating and _is_watched(x)]
+
+        def run(*xs):
+            for x, mask in zip(xs, masks, strict=True):
+                _set_mask(x, mask)
+            values, records, layers = self._forward(xs)
+            owners.extend(layers)
+            outputs = [values[id(t)] for t in self.graph.outputs]
+            made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
+            dtypes = [y.dtype for y in outputs]
+
+            def gradient(upstream, variables):
+                return self._backward(xs, records, dtypes, upstream, variables, bool(watched))
+
+            outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
+            return outputs, gradient
+
         with autocast_off():
-
-            @tf.custom_gradient
-            def run(*xs):
-                for x, mask in zip(xs, masks, strict=True):
-                    _set_mask(x, mask)
-                values, records, layers = self._forward(xs)
-                owners.extend(layers)
-                outputs = [values[id(t)] for t in self.graph.outputs]
-                made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
-                dtypes = [y.dtype for y in outputs]
-
-                def grad(*upstream, variables=None):
-                    return self._backward(xs, records, dtypes, upstream, variables, bool(watched))
-
-                outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
-                return outputs, grad
-
-            outputs = run(*inputs)
+            outputs = differentiable(run, inputs)
         count = len(self.graph.head)
         for layer, loss in zip(owners, outputs[count:], strict=True):
             layer.add_loss(loss)
@@ -264,10 +272,10 @@ class _Program:
         walk = Walk(self.scales, self.chooser, self._needed(watched), returned)
         dxs = self._algorithm_1(walk, records, upstream)
         found = walk.gradients()
-        dvs = [found.get(v.ref()) for v in variables or []]
+        dvs = [found.get(v.ref()) for v in variables]
         with tf.control_dependencies(walk.finish()):
             dxs, dvs = ([identity(g) for g in gs] for gs in (dxs, dvs))
-        return dxs if variables is None else (dxs, dvs)
+        return dxs, dvs
 
     def _algorithm_1(self, walk, records, upstream):
         """Algorithm 1: operators in reversed topological order, each by the rule for its kind."""
@@ -347,6 +355,11 @@ def _check_single_path(graph, weights):
                 'unscale="layer", or remove the second. '
                 f"Received: variable '{weight.path}': {why}"
             )
+
+
+def _keeps_width(edge):
+    """Whether a gradient that comes through a cast may span many binades."""
+    return isinstance(edge, tuple) and edge[1] != "normal"
 
 
 def _cast_input(x, dtype):

@@ -12,9 +12,6 @@ from keras.src.backend import AutocastScope
 
 from tf_gradscale.tensors import cast, multiply
 
-# Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
-_LAST_EARLY_UPDATE = 64
-
 
 class Site:
     """One edge of the graph on which a scale is chosen.
@@ -246,17 +243,12 @@ class ScaleRegistry:
         return keras.ops.convert_to_numpy(self._variables[name])
 
     def read(self):
-        """The state inside a graph: dictionary of tensors, with `updating` (bool) besides."""
+        """The state inside a graph: a dictionary of tensors."""
         with autocast_off():
-            state = {
+            return {
                 name: tf.convert_to_tensor(variable.value)
                 for name, variable in self._variables.items()
             }
-        every, passes = self.config.update_every, state["passes"]
-        early = passes <= min(_LAST_EARLY_UPDATE, every)
-        early &= tf.equal(tf.bitwise.bitwise_and(passes, passes - 1), 0)
-        due = (early | tf.equal(passes % every, 0)) & tf.equal(state["frozen"], 0)
-        return {**state, "updating": due | (state["pending"] > 0)}
 
     def write(self, scales, history, pending, peaks, updating, inverses):
         """Ends a pass.

@@ -4,12 +4,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale import tensors
-from tf_gradscale.estimate import exp2, log2, max_abs
+from tf_gradscale.estimate import max_abs
+from tf_gradscale.passes import Passes
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Scaled
-
-# A site that was all zero is measured again in the next pass, at most so often in a row.
-_PATIENCE = 64.0
 
 
 class Walk:
@@ -27,7 +25,7 @@ class Walk:
         upstream: The gradients that come in, one an output, `None` for none.
 
     Attributes:
-        shift: A power of two by which those are to be multiplied (see `_shift`).
+        shift: A power of two by which those are to be multiplied (`passes.Passes`).
         unshift: 1/shift.
     """
 
@@ -35,45 +33,21 @@ class Walk:
         self.registry = registry
         self.chooser = chooser
         self.config = registry.config
-        self.state = registry.read()
+        self._passes = Passes.of(self.config)
         self._needed = needed
-        sizes = [group.size for group in registry.groups]
-        self._frozen = self.state["frozen"] > 0
+        self._state = registry.read()
         self._peaks = tf.stack([tf.constant(0.0) if g is None else max_abs(g) for g in upstream])
-        exponent = self._shift()
-        self.shift, self.unshift = exp2(exponent), exp2(-exponent)
-        stored = self.state["scales"]
-        if sizes:
-            stored = tf.where(registry.are_inverses(), stored * self.unshift, stored)
-        self._parts = list(tf.split(stored, sizes)) if sizes else []
-        # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
-        self._retreat = 1.0 - tf.pow(0.5, self.state["history"][0])
+        begun = self._passes.begin(self._state, self._peaks, registry.are_inverses())
+        self._updating, self._frozen, self.shift, self.unshift, stored, retreat = begun
+        sizes = [group.size for group in registry.groups]
+        counts = [len(group.sites) for group in registry.groups]
+        self._parts = tf.split(stored, sizes) if sizes else []
+        self._retreats = tf.split(retreat, counts) if sizes else []
         self._measured = np.zeros(len(registry), bool)
         # (site, group): the group that measures the gradient made behind the site.
         self._followers = []
         self._gradients = {}
         self._inverses = {}
-
-    def _shift(self):
-        """log2 of what gradients are multiplied by as they come in, and divided by as they go out.
-
-        Between updates scales are constants, but the gradients of single batches differ by more
-        than any margin once a network fits most of its data. If the largest incoming gradient has
-        left the margin around what it was when scales were chosen, it is brought back there. The
-        backward pass is linear, so that this is exact, and good for all sites at once.
-        """
-        if not self.chooser.placement.balanced or self.config.unscale == "optimizer":
-            return tf.constant(0.0)
-        before = self.state["peaks"]
-        grown = tf.reduce_max(tf.where(before > 0, log2(self._peaks) - log2(before), -1e4))
-        usable = tf.reduce_all(self._peaks < np.inf) & tf.reduce_any(
-            (before > 0) & (self._peaks > 0)
-        )
-        usable &= ~self.state["updating"] & ~self._frozen
-        usable &= tf.abs(grown) > max(self.chooser.placement.margin_bits - 1.0, 0.0)
-        # Within what 1/α, which it multiplies, leaves of float32's range.
-        exponent = -tf.clip_by_value(tf.round(grown), -26.0, 26.0)
-        return tf.stop_gradient(tf.where(usable, exponent, 0.0))
 
     def decide(self, group, upstream, owner, dtype, measure, keep, trial=False):
         """Chooses the scales of a group, in an updating pass, or reads them from the registry.
@@ -92,8 +66,7 @@ class Walk:
         Returns:
             The fields of the group's part of the registry, as scalars (see `Group`).
         """
-        stored = self._parts[group.index]
-        first, count = group.sites[0].index, len(group.sites)
+        stored, retreat = self._parts[group.index], self._retreats[group.index]
         measures = tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
         if measures:
             for site in group.sites:
@@ -101,18 +74,18 @@ class Walk:
             for pair in upstream:
                 self._followers += [(site, group) for site in pair.origin]
 
-        updating, retreat = self.state["updating"], self._retreat[first : first + count]
         if not measures:
-            part = keep(updating, stored, self._frozen)
+            part = keep(self._updating, stored, self._frozen)
         elif trial:
             part = tf.cond(
-                updating,
+                self._updating,
                 lambda: measure(tf.constant(True), stored, retreat, self._frozen),
                 lambda: tf.identity(stored),
             )
         else:
-            part = measure(updating, stored, retreat, self._frozen)
-        part = tf.ensure_shape(tf.stop_gradient(part), [group.size])
+            part = measure(self._updating, stored, retreat, self._frozen)
+        part = tf.stop_gradient(part)
+        part.set_shape([group.size])
         self._parts[group.index] = part
         return tf.unstack(part)
 
@@ -190,40 +163,18 @@ class Walk:
 
     def finish(self):
         """Writes the registry. Returns what to depend on (nothing in eager mode)."""
-        updating = self.state["updating"]
-        vector = tf.concat(self._parts, 0) if self._parts else self.state["scales"]
-        vector = tf.where(updating, vector, self.state["scales"])
-        peaks = tf.where(updating & (self._peaks < np.inf), self._peaks, self.state["peaks"])
-        history, pending = tf.cond(
-            self.state["updating"],
-            lambda: self._look_back(vector),
-            lambda: (tf.identity(self.state["history"]), tf.constant(0, tf.int32)),
+        registry = self.registry
+        parts = tf.concat(self._parts, 0) if registry.groups else self._state["scales"]
+        groups = [registry.group_of(site) for site in registry]
+        left = self._passes.end(
+            self._state,
+            parts,
+            self._peaks,
+            measured=self._measured,
+            known=registry.positions("known"),
+            given=[group.finite for group in groups],
+            followers=[site.index for site, _ in self._followers],
+            followed=[group.finite for _, group in self._followers],
         )
-        writes = self.registry.write(
-            vector, history, pending, tf.stop_gradient(peaks), updating, self._inverses
-        )
+        writes = registry.write(*left, self._updating, self._inverses)
         return [] if tf.executing_eagerly() else [tf.group(*writes)]
-
-    def _look_back(self, vector):
-        """Back-off, and whether the next pass must measure again.
-
-        A site backs off where ∇Y was finite and the gradient made of it is not.
-        """
-        backoff, zeros = tf.unstack(self.state["history"])
-        groups = self.registry.groups
-        known = tf.gather(vector, self.registry.positions("known")) > 0
-        finite = tf.gather(vector, [group.finite for group in groups])
-        owners = [self.registry.group_of(site).index for site in self.registry]
-        given_finite = tf.gather(finite, owners) > 0
-        follows = np.zeros((len(owners), len(groups)), "float32")
-        for site, group in self._followers:
-            follows[site.index, group.index] = 1.0
-        made_finite = tf.linalg.matvec(follows, 1.0 - finite) == 0
-        measured = tf.constant(self._measured) & ~self._frozen
-        zeros = tf.where(measured & ~known, zeros + 1.0, 0.0)
-        overflowed = measured & given_finite & ~made_finite
-        if self.chooser.placement.balanced:
-            recovered = tf.maximum(backoff - 0.125, 0.0)
-            backoff = tf.where(overflowed, backoff + 1.0, recovered)
-        again = measured & (overflowed | ~given_finite | (~known & (zeros < _PATIENCE)))
-        return tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)

@@ -35,6 +35,9 @@ class Rule:
     direct = False
     # How the gradient of a cast of its inputs is distributed; `None` for the configured model.
     cast_model: str | None = None
+    # Whether an entry of ∇X is a sum over many of ∇Y: however these are distributed, it is near to
+    # normal. Else it may span as many binades as they do.
+    sums = False
 
     def __init__(self, step, registry):
         self.step = step

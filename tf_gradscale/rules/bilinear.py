@@ -14,6 +14,8 @@ class Bilinear(Rule):
     the number of all products over the number of entries of A.
     """
 
+    sums = True
+
     def __init__(self, step, registry):
         super().__init__(step, registry)
         names = [(f"{step.name}/{operand}", "gemm") for operand in ("a", "b")]

@@ -31,17 +31,21 @@ class Gemm(Rule):
     """A layer that is one or more products, a bias and an activation.
 
     Forward: Y = φ(f_G(X, W) + b). Backward, with ∇Z the gradient at the product's output:
-    ⟨αβ, f_G(∇Z, βW)⟩ for the input, with β by Theorem 1; f_G(X, β_W∇Z) / (αβ_W) for the kernel
-    and Σ∇Z / α for the bias, both divided in float32.
+    ∇Z' = β_W∇Z, which leaves room for the kernel's gradient; then ⟨αβ_Wβ, f_G(∇Z', βW)⟩ for the
+    input, with β by Theorem 1, f_G(X, ∇Z') / (αβ_W) for the kernel and Σ∇Z / α for the bias, both
+    divided in float32. Where ∇Z spans many binades, as behind a softmax, β_W must not take its
+    smallest entries from the input's gradient: that is ⟨αβ, f_G(∇Z, βW)⟩.
     """
 
     direct = True
+    sums = True
 
     def __init__(self, step, registry):
         super().__init__(step, registry)
         self.products = PRODUCTS[_product_class(step.operation)](step.operation)
         self.activation = None if step.linear else step.operation.activation
         self.bias = step.operation.bias
+        self.apart = step.wide
         self.groups = []
         for i, product in reversed(list(enumerate(self.products))):
             label = product.kernel.name
@@ -75,28 +79,28 @@ class Gemm(Rule):
         dtype = z.dtype
         stages = []
         for product in self.products:
-            kernel = tf.cast(variable_value(product.kernel), dtype)
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(kernel)
-                y = product.apply(z, kernel)
-            stages.append((z, kernel, tape, y))
-            z = y
+            weight = tf.convert_to_tensor(variable_value(product.kernel))
+            stages.append((z, weight))
+            z = product.apply(z, tf.cast(weight, dtype))
         if self.bias is not None:
             bias = tf.cast(variable_value(self.bias), dtype)
-            if len(self.bias.shape) == 1:
-                shape = [1] * z.shape.rank
-                shape[_channel_axis(self.operation, z.shape.rank)] = -1
-                bias = tf.reshape(bias, shape)
+            if len(self.bias.shape) == 1 and _channel_axis(self.operation) == 1:
+                bias = tf.reshape(bias, [1, -1] + [1] * (z.shape.rank - 2))
             z = keras.ops.add(z, bias)
+        if self._is_linear():
+            return [z], (stages, None, None, None)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(z)
-            y = self.activation(z) if self.activation is not None else z
+            y = self.activation(z)
         return [y], (stages, z, tape, y)
+
+    def _is_linear(self):
+        return self.activation in (None, keras.activations.linear)
 
     def backward(self, record, upstream, walk):
         stages, z, tape, y = record
         pair = upstream[0]
-        if self.activation not in (None, keras.activations.linear):
+        if not self._is_linear():
             dz = tape.gradient(y, z, output_gradients=pair.gradient)
             pair = pair._replace(gradient=dz)
         if self.bias is not None and self.bias.trainable:
@@ -109,52 +113,57 @@ class Gemm(Rule):
 
     def _product_backward(self, product, group, stage, pair, walk):
         """Lines 3 to 7 of Algorithm 1, less the update."""
-        x, kernel, tape, y = stage
+        x, weight = stage
         alpha, dz = pair.log2_alpha, pair.gradient
-        weight = tf.convert_to_tensor(variable_value(product.kernel))
-        casts = group.sites[0].kind == "cast"
+        kind = group.sites[0].kind
+        apart = self.apart and kind == "variable" and product is self.products[-1]
 
         def measure(*state):
             log2_n = tf.constant(math.log2(product.n), tf.float32)
-            given = dz, x, weight, log2_n, alpha
             axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
-            if casts:
-                return walk.chooser.cast_gemm(*given, *state, **axes)
-            return walk.chooser.gemm(*given, *state, **axes)
+            given = dz, x, weight, log2_n, alpha
+            return walk.chooser.gemm(*given, *state, **axes, kind=kind, apart=apart)
 
         def keep(*state):
-            return walk.chooser.unmeasured_gemm(alpha, *state, casts=casts)
+            return walk.chooser.unmeasured_gemm(alpha, *state, apart=apart)
 
         part = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
         alpha_x = part[3]
         beta_w, beta, inverse_w, inverse = part[7:]
-        if casts:
-            dz = dz_w = tf.cast(dz * beta_w, x.dtype)
+        if kind == "cast":
+            dz_w = tf.cast(dz * beta_w, x.dtype)
         else:
             dz_w = multiply(dz, beta_w)
-        if product.kernel.trainable:
+        # Linear in the kernel: with βW in its place the kernel's gradient is the same.
+        with tf.GradientTape(persistent=apart) as tape:
+            kernel = tf.cast(weight * beta, x.dtype)
+            tape.watch([x, kernel])
+            y = product.apply(x, kernel)
+        if apart:
+            dx = tape.gradient(y, x, output_gradients=dz)
             dw = tape.gradient(y, kernel, output_gradients=dz_w)
+        else:
+            dx, dw = tape.gradient(y, [x, kernel], output_gradients=dz_w)
+        if product.kernel.trainable:
             walk.add(product.kernel, dw, inverse_w)
-        with tf.GradientTape() as again:
-            again.watch(x)
-            y = product.apply(x, tf.cast(weight * beta, x.dtype))
-        dx = again.gradient(y, x, output_gradients=dz)
         return Scaled(alpha_x, dx, inverse, (group.sites[-1],))
 
     def _bias_gradient(self, dz):
         """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
-        shape = self.bias.shape
-        rank = dz.shape.rank
+        dz = tf.cast(dz, tf.float32)
+        shape, rank = self.bias.shape, dz.shape.rank
+        if len(shape) == 1 and _channel_axis(self.operation) == -1:
+            return tf.raw_ops.BiasAddGrad(out_backprop=dz)
         if len(shape) == 1:
-            keep = [_channel_axis(self.operation, rank)]
+            keep = [1]
         else:
             keep = [rank - len(shape) + i for i, size in enumerate(shape) if size != 1]
         axes = [i for i in range(rank) if i not in keep]
-        return tf.reshape(tf.reduce_sum(tf.cast(dz, tf.float32), axes), shape)
+        return tf.reshape(tf.reduce_sum(dz, axes), shape)
 
 
-def _channel_axis(layer, rank):
-    return 1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
+def _channel_axis(layer):
+    return 1 if getattr(layer, "data_format", None) == "channels_first" else -1
 
 
 def _product_class(operation):
@@ -201,7 +210,7 @@ def _conv(layer):
 
     # On average over the entries of ∇X: a 1×1 kernel with stride 2 reaches one in four.
     area = math.prod(layer.kernel_size) / math.prod(layer.strides)
-    axis = _channel_axis(layer, layer.rank + 2)
+    axis = _channel_axis(layer)
     return [Product(apply, layer._kernel, area * layer.filters / layer.groups, axis, axis)]
 
 
@@ -217,7 +226,7 @@ def _conv_transpose(layer):
             data_format=layer.data_format,
         )
 
-    axis = _channel_axis(layer, layer.rank + 2)
+    axis = _channel_axis(layer)
     n = math.prod(layer.kernel_size) * layer.filters
     return [Product(apply, layer.kernel, n, axis, axis)]
 
@@ -234,7 +243,7 @@ def _depthwise(layer, kernel=None):
         )
 
     area = math.prod(layer.kernel_size) / math.prod(_as_tuple(layer.strides, layer.rank))
-    axis = _channel_axis(layer, layer.rank + 2)
+    axis = _channel_axis(layer)
     kernel = layer.kernel if kernel is None else kernel
     return [Product(apply, kernel, area * layer.depth_multiplier, axis, axis)]
 
@@ -243,7 +252,7 @@ def _separable(layer):
     def apply(x, kernel):
         return keras.ops.conv(x, kernel, 1, "valid", layer.data_format)
 
-    axis = _channel_axis(layer, layer.rank + 2)
+    axis = _channel_axis(layer)
     pointwise = Product(apply, layer.pointwise_kernel, layer.filters, axis, axis)
     return [*_depthwise(layer, layer.depthwise_kernel), pointwise]
 

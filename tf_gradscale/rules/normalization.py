@@ -19,6 +19,7 @@ class Normalization(Carry):
     """
 
     direct = True
+    sums = True
     cast_model = "normal"
 
     @classmethod

@@ -1,0 +1,70 @@
+"""A function with a gradient of its own, as `tf.custom_gradient` makes one, but leaving no trace.
+
+What `tf.custom_gradient` registers in a graph stays alive for good, and the whole model with it;
+and it reads each variable three times. Here TensorFlow keeps a weak reference only.
+"""
+
+import itertools
+import weakref
+
+import tensorflow as tf
+
+# tensorflow.python: what tf.custom_gradient is made of; tests/test_platform.py notices if it goes.
+from tensorflow.python.eager import record
+
+_count = itertools.count()
+
+
+def differentiable(function, inputs):
+    """Runs a function whose gradient is given by itself.
+
+    Args:
+        function: Takes the inputs. Returns a list of output tensors, and a function from their
+            gradients and a list of the `tf.Variable`s that were read, to the gradients of the
+            inputs and those of the variables (two lists, `None` for none).
+        inputs: List of tensors.
+
+    Returns:
+        The output tensors.
+    """
+    # All tapes see what is inside: for a second derivative they need it.
+    with record.VariableWatcher() as watcher:
+        outputs, gradient = function(*inputs)
+    variables = list({v.ref(): v for v in watcher.watched_variables()}.values())
+    sources = [*inputs, *map(tf.convert_to_tensor, variables)]
+
+    def backward(*upstream):
+        dxs, dvs = gradient(upstream, variables)
+        return [*dxs, *dvs]
+
+    with record.stop_recording():
+        if tf.executing_eagerly():
+            made = [tf.identity(y) for y in outputs]
+        else:
+            made = _overridden(outputs, sources, backward)
+    record.record_operation("GradientScaling", made, sources, backward)
+    return made
+
+
+def _overridden(outputs, sources, backward):
+    """The outputs, with the gradient also for those who differentiate the finished graph."""
+    graph = tf.compat.v1.get_default_graph()
+    name = f"GradientScaling-{next(_count)}"
+    # The graph alone keeps its backward pass alive, as it does its operations.
+    graph._gradient_scaling = [*getattr(graph, "_gradient_scaling", []), backward]
+    reference = weakref.ref(backward)
+
+    @tf.RegisterGradient(name)
+    def gradient(operation, *upstream):
+        found = reference()
+        if found is None:
+            raise RuntimeError(
+                "The graph in which a model was run must be kept while a copy of it is "
+                "differentiated. Differentiate the original function. "
+                f"Received: '{operation.name}', whose graph is gone"
+            )
+        return [None] * len(outputs) + found(*upstream[: len(outputs)])
+
+    # The inputs pass through as well: an operation's gradients are those of its inputs.
+    with graph.gradient_override_map({"IdentityN": name}):
+        return tf.identity_n([*outputs, *sources])[: len(outputs)]

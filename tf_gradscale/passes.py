@@ -1,0 +1,135 @@
+"""What every backward pass begins and ends with: when scales are chosen, and when they retreat."""
+
+import functools
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from tf_gradscale.estimate import Placement, exp2, log2
+from tf_gradscale.shared import Shared
+
+# Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
+_LAST_EARLY_UPDATE = 64
+# A site that was all zero is measured again in the next pass, at most so often in a row.
+_PATIENCE = 64.0
+
+
+class Passes:
+    """The beginning and the end of the passes under one `GradScaleConfig`."""
+
+    def __init__(self, config):
+        self._every = config.update_every
+        self._balanced = config.placement == "balanced"
+        self._shifts = self._balanced and config.unscale == "layer"
+        self._margin = max(Placement(config).margin_bits - 1.0, 0.0)
+        self._shared_begin = Shared(self._begin)
+        self._shared_end = Shared(self._end)
+
+    @staticmethod
+    @functools.cache
+    def of(config):
+        """Those of a configuration, with their traces, for all models."""
+        return Passes(config)
+
+    def begin(self, state, peaks, inverses):
+        """Begins a pass.
+
+        Args:
+            state: The registry's, a dictionary of tensors.
+            peaks: The largest magnitude of each gradient that comes in.
+            inverses: Which entries of the registry's vector are 1/α, a list of bools.
+
+        Returns:
+            Whether scales are chosen in this pass; whether they are frozen; a power of two by
+            which the incoming gradients are to be multiplied, and its inverse; the registry's
+            vector, good for gradients that are; for each site how much of its height it gives up.
+        """
+        names = ("scales", "history", "passes", "pending", "frozen", "peaks")
+        inverses = tf.constant(np.array(inverses, bool))
+        return self._shared_begin(*(state[name] for name in names), peaks, inverses)
+
+    def _begin(self, scales, history, passes, pending, frozen, before, peaks, inverses):
+        early = passes <= min(_LAST_EARLY_UPDATE, self._every)
+        early &= tf.equal(tf.bitwise.bitwise_and(passes, passes - 1), 0)
+        frozen = frozen > 0
+        due = (early | tf.equal(passes % self._every, 0)) & ~frozen
+        updating = due | (pending > 0)
+        exponent = tf.constant(0.0)
+        if self._shifts:
+            exponent = self._shift(before, peaks, updating | frozen)
+        shift, unshift = exp2(exponent), exp2(-exponent)
+        stored = tf.where(inverses, scales * unshift, scales)
+        # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
+        return updating, frozen, shift, unshift, stored, 1.0 - tf.pow(0.5, history[0])
+
+    def _shift(self, before, peaks, off):
+        """log2 of what gradients are multiplied by as they come in, and divided by as they go out.
+
+        Between updates scales are constants, but the gradients of single batches differ by more
+        than any margin once a network fits most of its data. If the largest incoming gradient has
+        left the margin around what it was when scales were chosen, it is brought back there. The
+        backward pass is linear, so that this is exact, and good for all sites at once.
+        """
+        grown = tf.reduce_max(tf.where(before > 0, log2(peaks) - log2(before), -1e4))
+        usable = tf.reduce_all(peaks < math.inf) & tf.reduce_any((before > 0) & (peaks > 0))
+        usable &= ~off & (tf.abs(grown) > self._margin)
+        # Within what 1/α, which it multiplies, leaves of float32's range.
+        return tf.where(usable, -tf.clip_by_value(tf.round(grown), -26.0, 26.0), 0.0)
+
+    def end(self, state, vector, peaks, measured, known, given, followers, followed):
+        """Ends a pass.
+
+        Args:
+            state: The registry's at its beginning.
+            vector: What the pass has made of the registry's vector.
+            peaks: The largest magnitude of each gradient that came in.
+            measured: Whether each site was measured.
+            known: Where it stands in the vector whether each site's gradient was non-zero.
+            given: Where, whether the gradient that arrived there was finite.
+            followers: Sites behind which other groups measure, by index, one for each such group.
+            followed: Where it stands whether what these measured was finite.
+
+        Returns:
+            What the registry is to hold: vector, history, `pending` and peaks.
+        """
+        names = ("scales", "history", "passes", "pending", "frozen", "peaks")
+        positions = [np.array(x, "int32") for x in (known, given, followers, followed)]
+        return self._shared_end(
+            *(state[name] for name in names),
+            vector,
+            peaks,
+            *map(tf.constant, [measured, *positions]),
+        )
+
+    def _end(self, scales, history, passes, pending, frozen, before, vector, peaks, *sites):
+        # As at its beginning, without the vector.
+        updating, frozen, *_ = self._begin(
+            scales, history, passes, pending, frozen, before, peaks, tf.zeros_like(scales, tf.bool)
+        )
+        return tf.cond(
+            updating,
+            lambda: (
+                vector,
+                *self._look_back(vector, history, frozen, *sites),
+                tf.where(peaks < math.inf, peaks, before),
+            ),
+            lambda: (tf.identity(scales), tf.identity(history), tf.constant(0), before),
+        )
+
+    def _look_back(self, vector, history, frozen, measured, known, given, followers, followed):
+        """Back-off, and whether the next pass must measure again.
+
+        A site backs off where ∇Y was finite and the gradient made of it is not.
+        """
+        backoff, zeros = tf.unstack(history, 2)
+        known, given_finite = tf.gather(vector, known) > 0, tf.gather(vector, given) > 0
+        bad = tf.cast(tf.gather(vector, followed) <= 0, tf.int32)
+        made_finite = tf.equal(tf.math.unsorted_segment_sum(bad, followers, tf.size(measured)), 0)
+        measured &= ~frozen
+        zeros = tf.where(measured & ~known, zeros + 1.0, 0.0)
+        overflowed = measured & given_finite & ~made_finite
+        if self._balanced:
+            backoff = tf.where(overflowed, backoff + 1.0, tf.maximum(backoff - 0.125, 0.0))
+        again = measured & (overflowed | ~given_finite | (~known & (zeros < _PATIENCE)))
+        return tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)
