@@ -1,7 +1,8 @@
 """A function with a gradient of its own, as `tf.custom_gradient` makes one, but leaving no trace.
 
 What `tf.custom_gradient` registers in a graph stays alive for good, and the whole model with it;
-and it reads each variable three times. Here TensorFlow keeps a weak reference only.
+and it reads each variable three times. Here TensorFlow keeps a weak reference only. The graph keeps
+the gradient, and lets go of it when the model is gone: TensorFlow keeps some graphs for good.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from tensorflow.python.eager import record
 _count = itertools.count()
 
 
-def differentiable(function, inputs):
+def differentiable(function, inputs, owner):
     """Runs a function whose gradient is given by itself.
 
     Args:
@@ -23,6 +24,7 @@ def differentiable(function, inputs):
             gradients and a list of the `tf.Variable`s that were read, to the gradients of the
             inputs and those of the variables (two lists, `None` for none).
         inputs: List of tensors.
+        owner: With it goes the gradient, which must not refer to it.
 
     Returns:
         The output tensors.
@@ -41,30 +43,36 @@ def differentiable(function, inputs):
         if tf.executing_eagerly():
             made = [tf.identity(y) for y in outputs]
         else:
-            made = _overridden(outputs, sources, backward)
+            made = _overridden(outputs, sources, backward, owner)
     record.record_operation("GradientScaling", made, sources, backward)
     return made
 
 
-def _overridden(outputs, sources, backward):
+def _overridden(outputs, sources, backward, owner):
     """The outputs, with the gradient also for those who differentiate the finished graph."""
     graph = tf.compat.v1.get_default_graph()
     name = f"GradientScaling-{next(_count)}"
-    # The graph alone keeps its backward pass alive, as it does its operations.
-    graph._gradient_scaling = [*getattr(graph, "_gradient_scaling", []), backward]
-    reference = weakref.ref(backward)
+    graph._gradient_scaling = {**getattr(graph, "_gradient_scaling", {}), name: backward}
+    weakref.finalize(owner, _forget, weakref.ref(graph), name)
+    reference, count = weakref.ref(backward), len(outputs)
 
     @tf.RegisterGradient(name)
     def gradient(operation, *upstream):
         found = reference()
         if found is None:
             raise RuntimeError(
-                "The graph in which a model was run must be kept while a copy of it is "
-                "differentiated. Differentiate the original function. "
-                f"Received: '{operation.name}', whose graph is gone"
+                "A model must be kept, and the graph in which it was run, while that graph is "
+                "differentiated. Keep a reference to the model and to the function that runs it. "
+                f"Received: '{operation.name}', of which one is gone"
             )
-        return [None] * len(outputs) + found(*upstream[: len(outputs)])
+        return [None] * count + found(*upstream[:count])
 
     # The inputs pass through as well: an operation's gradients are those of its inputs.
     with graph.gradient_override_map({"IdentityN": name}):
-        return tf.identity_n([*outputs, *sources])[: len(outputs)]
+        return tf.identity_n([*outputs, *sources])[:count]
+
+
+def _forget(reference, name):
+    graph = reference()
+    if graph is not None:
+        graph._gradient_scaling.pop(name, None)

@@ -110,6 +110,7 @@ class Graph:
             one for each that the model returns, and none for losses.
         opened: Whether a composite was opened, whose inside saw only the masks of its arguments.
         structure: What the outputs are packed into, with a Keras tensor for each.
+        told: Whether the code of a user was told of `training`, on which its operations may depend.
     """
 
     steps: list
@@ -118,6 +119,7 @@ class Graph:
     head: list
     opened: bool
     structure: Any
+    told: bool
 
     def consumers(self):
         """By a tensor's id, who uses it: (step, input index) each, or an int for an output.

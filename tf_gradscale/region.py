@@ -36,31 +36,41 @@ class Region:
     def __init__(self, config):
         self.config = config
         self.scales = ScaleRegistry(config)
-        self._programs = {}
+        self._traces, self._programs = {}, {}
 
     def add(self, trace, key=None):
-        """Adds a graph; all graphs of a region share its scales.
+        """Adds graphs for the values of `training`; all graphs of a region share its scales.
 
         Args:
             trace: Function of `training`, as in Keras, that gives the `graph.Graph`: what a layer
                 does may depend on it.
-            key: What the graph is for, where there are several.
+            key: What the graphs are for, where there are several.
         """
-        for training in (True, False, None):
-            self.scales.begin()
-            program = _Program(trace(training), self.config, self.scales)
-            self._programs[key, training] = program
+        self._traces[key] = trace
+        program = self._program(key, True)
+        if program.graph.told:
+            # What it has besides must be known before the scales are made; `None` is taken for
+            # `False` by all but the code that tells them apart.
+            self._program(key, False)
         if not self.scales.is_built:
-            programs = self._programs.values()
-            weights = _distinct(w for program in programs for w in program.weights())
+            weights = _distinct(w for program in self._programs.values() for w in program.weights())
             self.scales.build(weights, len(program.graph.head))
 
+    def _program(self, key, training):
+        if (key, training) not in self._programs:
+            # Graphs of their own are made to try out layers; none may be left in the model's.
+            with tf.init_scope():
+                self.scales.begin()
+                program = _Program(self._traces[key](training), self.config, self.scales)
+            self._programs[key, training] = program
+        return self._programs[key, training]
+
     def __contains__(self, key):
-        return (key, None) in self._programs
+        return key in self._traces
 
     def graph(self, training=True, key=None):
         """The `graph.Graph` that is run."""
-        return self._programs[key, training].graph
+        return self._program(key, training).graph
 
     def __call__(self, inputs, training, key=None):
         """Runs a graph.
@@ -73,8 +83,8 @@ class Region:
         Returns:
             The outputs, in the structure of the graph; float ones are float32.
         """
-        program = self._programs[key, None if training is None else bool(training)]
-        made = iter(program(inputs))
+        program = self._program(key, None if training is None else bool(training))
+        made = iter(program(inputs, self))
         structure = program.graph.structure
         return keras.tree.map_structure(lambda kt: None if kt is None else next(made), structure)
 
@@ -170,8 +180,8 @@ class _Program:
             names = [(f"{name}/branch", "branch")]
             self._branches[id(tensor)] = self.scales.add_group(names, len(users) + 1)
 
-    def __call__(self, inputs):
-        """Runs the graph on a flat list of tensors; see `Region`."""
+    def __call__(self, inputs, owner):
+        """Runs the graph on a flat list of tensors, for the region that owns it; see there."""
         self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks, owners = [], []
@@ -193,7 +203,7 @@ class _Program:
             return outputs, gradient
 
         with autocast_off():
-            outputs = differentiable(run, inputs)
+            outputs = differentiable(run, inputs, owner)
         count = len(self.graph.head)
         for layer, loss in zip(owners, outputs[count:], strict=True):
             layer.add_loss(loss)

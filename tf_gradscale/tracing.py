@@ -9,7 +9,7 @@ import tensorflow as tf
 # keras.src: this class is not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
-from tf_gradscale.graph import Graph, Slot, Step, Tensor, scope_dtype
+from tf_gradscale.graph import Graph, Slot, Step, Tensor, is_users_code, scope_dtype
 from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, tried_out
 from tf_gradscale.nesting import inner_function, is_composite, takes_position, without_tensors
@@ -81,7 +81,7 @@ class _Tracer:
 
     def __init__(self, training, warned=None):
         self.steps = []
-        self.opened = False
+        self.opened = self._told = False
         self._training = training
         self._reads = {}
         self._warned = set() if warned is None else warned
@@ -102,7 +102,7 @@ class _Tracer:
         """The `Graph` of all steps."""
         head = [None] * len(outputs)
         outputs = [*outputs, *self._losses]
-        return Graph(self.steps, inputs, outputs, head, self.opened, structure)
+        return Graph(self.steps, inputs, outputs, head, self.opened, structure, self._told)
 
     def function(self, function, inputs, prefix, training, autocast_dtype):
         """The steps of a Keras function, called on `inputs`; returns its output tensors."""
@@ -119,6 +119,8 @@ class _Tracer:
     def inside(self, opened, tensors, prefix, autocast_dtype, owner):
         """The steps of an opened composite; `tensors` by the ids of the outer Keras tensors."""
         self.opened = True
+        if isinstance(owner, keras.layers.Layer) and is_users_code(owner):
+            self._told |= owner._call_has_training_arg
         inner = {id(copy): tensors[id(outer)] for outer, copy in opened.arguments}
         for outer, mask in opened.masks:
             made = self._append(MaskOf(), f"{prefix}mask", (mask,), [tensors[id(outer)]])
