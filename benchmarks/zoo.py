@@ -65,11 +65,11 @@ class Bench:
 
     Args:
         architecture: An `architectures.Architecture`.
-        jit_compile: Whether the two mixed_float16 steps are compiled by XLA.
+        mode: How the two mixed_float16 steps are run: `"eager"`, `"graph"` or `"xla"`.
         size: Number of examples in a batch.
     """
 
-    def __init__(self, architecture, jit_compile=False, size=16):
+    def __init__(self, architecture, mode="graph", size=16):
         self.architecture, self.size = architecture, size
         with gs.policy_scope("float32"):
             self.true = architecture.build()
@@ -77,21 +77,23 @@ class Bench:
             self.plain = architecture.build()
             self.ours = tuple(gs.convert(model) for model in architecture.build())
         self._steps = {
-            kind: self._step(models, jit)
-            for kind, models, jit in (
-                ("true", self.true, False),
-                ("plain", self.plain, jit_compile),
-                ("ours", self.ours, jit_compile),
+            kind: self._step(models, how)
+            for kind, models, how in (
+                ("true", self.true, "graph"),
+                ("plain", self.plain, mode),
+                ("ours", self.ours, mode),
             )
         }
         self._state = [v for model in self.ours for v in model.scales.variables]
         self._initial = [keras.ops.convert_to_numpy(v) for v in self._state]
 
-    def _step(self, models, jit_compile):
+    def _step(self, models, mode):
         def step(multiplier, *batch):
             return self.architecture.gradients(models, batch, multiplier)[1]
 
-        return tf.function(step, jit_compile=jit_compile, autograph=False)
+        if mode == "eager":
+            return step
+        return tf.function(step, jit_compile=mode == "xla", autograph=False)
 
     def gradients(self, kind, batch, multiplier=1.0):
         """Gradients of the loss times a multiplier, in NumPy; those of ours in its first pass."""
@@ -161,9 +163,9 @@ def floor_of(plain):
     return float(np.median([middle(row) for row in plain[plateau(plain)]]))
 
 
-def accuracy(architecture, seeds, multipliers, jit_compile, size):
+def accuracy(architecture, seeds, multipliers, mode, size):
     """Ratios to the floor, as a median over the seeds for each multiplier, and what they are of."""
-    bench = Bench(architecture, jit_compile, size)
+    bench = Bench(architecture, mode, size)
     made, floors = [], []
     for seed in seeds:
         ours, plain, _ = bench.errors(seed, multipliers)
@@ -263,8 +265,8 @@ def measure(name, seeds, multipliers, gradients, repeats, size, frozen):
         row[key] = statistics.median(one[key] for one in found)
     row["ratio"] = (row["conversion"] + row["tracing"]) / row["plain tracing"]
     if gradients:
-        jit_compile = architecture.convolves
-        row.update(accuracy(architecture, seeds, multipliers, jit_compile, size))
+        mode = "xla" if architecture.convolves else "graph"
+        row.update(accuracy(architecture, seeds, multipliers, mode, size))
     keras.backend.clear_session()
     gc.collect()
     return row

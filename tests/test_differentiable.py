@@ -129,10 +129,12 @@ def test_a_model_leaves_nothing_behind():
 
 
 def test_without_its_owner_a_graph_cannot_be_differentiated():
-    owner = Owner()
-    function = tf.function(lambda x: tripled(x, owner=owner), autograph=False)
-    concrete = function.get_concrete_function(X)
-    del function, owner
+    def concrete_function():
+        owner = Owner()
+        function = tf.function(lambda x: tripled(x, owner=owner), autograph=False)
+        return function.get_concrete_function(X)
+
+    concrete = concrete_function()
     gc.collect()
     with tf.GradientTape() as tape:
         tape.watch(X)

@@ -36,28 +36,30 @@ def ratios(subject, seed):
 
 
 def parameters(fast):
-    """All small architectures, without XLA and with it: what is not fast is marked slow."""
+    """All small architectures in each mode that plain Keras runs them in: the others are slow."""
     return [
-        pytest.param(name, jit_compile, marks=() if (name, jit_compile) in fast else slow)
+        pytest.param(name, mode, marks=() if (name, mode) in fast else slow)
         for name, architecture in SMALL.items()
-        for jit_compile in ((False, True) if architecture.jit_compile else (False,))
+        for mode in ("eager", "graph", "xla")[: 3 if architecture.jit_compile else 2]
     ]
 
 
 FAST = [
-    ("encoder", False),
-    ("encoder", True),
-    ("lstm", False),
-    ("two_tower", False),
-    ("two_tower", True),
-    ("u_net", False),
-    ("gan", True),
+    ("encoder", "graph"),
+    ("encoder", "xla"),
+    ("lstm", "eager"),
+    ("lstm", "graph"),
+    ("two_tower", "eager"),
+    ("two_tower", "graph"),
+    ("two_tower", "xla"),
+    ("u_net", "graph"),
+    ("gan", "xla"),
 ]
 
 
-@pytest.mark.parametrize(("name", "jit_compile"), parameters(FAST))
-def test_the_very_first_pass(name, jit_compile):
-    found, floor = ratios(bench(SMALL[name], jit_compile), 0)
+@pytest.mark.parametrize(("name", "mode"), parameters(FAST))
+def test_the_very_first_pass(name, mode):
+    found, floor = ratios(bench(SMALL[name], mode), 0)
     assert floor < 0.05
     assert np.all(found <= ONE_SEED), np.round(found, 3)
 
@@ -65,7 +67,7 @@ def test_the_very_first_pass(name, jit_compile):
 @slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_very_first_pass_over_seeds(name):
-    subject = bench(SMALL[name], SMALL[name].convolves)
+    subject = bench(SMALL[name], "xla" if SMALL[name].convolves else "graph")
     found = np.median([ratios(subject, seed)[0] for seed in SEEDS], axis=0)
     assert np.all(found <= BOUND), np.round(found, 3)
 
@@ -109,7 +111,7 @@ def test_applications_are_scaled_throughout(name):
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_applications(name):
     """With frozen batch normalisations: those of a few images make any rounding grow."""
-    subject = zoo.Bench(architectures.application(name, frozen=True), jit_compile=True, size=4)
+    subject = zoo.Bench(architectures.application(name, frozen=True), "xla", size=4)
     found, floor = ratios(subject, 0)
     assert floor < 0.5
     assert np.all(found <= ONE_SEED), np.round(found, 3)
