@@ -203,6 +203,11 @@ ERRORS = {
         ValueError,
         "`update_every` must be an integer of at least 1. Received: update_every=0",
     ),
+    "config_max_skips": (
+        lambda: gs.GradScaleConfig(max_skips=0),
+        ValueError,
+        "`max_skips` must be an integer of at least 1. Received: max_skips=0",
+    ),
     "config_update_every_type": (
         lambda: gs.GradScaleConfig(update_every=True),
         ValueError,

@@ -464,24 +464,25 @@ class Registered(keras.Model):
         return self.dense(x)
 
 
-def test_models_written_by_hand_are_saved_as_of_their_class(tmp_path):
-    """Loaded, they are plain, with the plain optimizer, that Keras then wraps as ever."""
+def test_models_written_by_hand_are_saved_as_they_are(tmp_path):
+    """Loaded, they are scaled; stripped before, they are of their own class."""
     x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
     with gs.policy_scope("mixed_float16"):
         model = gs.convert(Registered())
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
         model.save(tmp_path / "model.keras")
-        with warnings.catch_warnings():
-            # The scales are no part of a plain optimizer's state.
-            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-            loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert type(loaded) is Registered
-    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
-    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    gs.convert(loaded).compile("sgd", "mse")
-    loaded.fit(x, y, verbose=0)
-    assert isinstance(loaded.optimizer, gs.GradScaleOptimizer)
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+        assert isinstance(loaded, Registered)
+        assert isinstance(loaded.optimizer, gs.GradScaleOptimizer)
+        assert [site.kind for site in loaded.scales] == [site.kind for site in model.scales]
+        wanted = model.predict(x, verbose=0)
+        np.testing.assert_array_equal(loaded.predict(x, verbose=0), wanted)
+        loaded.fit(x, y, verbose=0)
+        gs.strip(model).save(tmp_path / "plain.keras")
+        plain = keras.saving.load_model(tmp_path / "plain.keras")
+    assert type(plain) is Registered
+    np.testing.assert_array_equal(plain.predict(x, verbose=0), wanted)
 
 
 def test_the_first_call_must_be_the_fullest():

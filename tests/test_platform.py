@@ -36,7 +36,6 @@ PRIVATE = {
     "_call_has_training_arg",
     "_compute_causal_padding",
     "_convert_input_args",
-    "_distribution_strategy",
     "_dtype_policy",
     "_flatten_layers",
     "_functional",
@@ -66,6 +65,7 @@ MODULES = {
     "keras.src.models.functional",
     "keras.src.saving",
     "tensorflow.python.eager",
+    "tensorflow.python.saved_model.save_context",
 }
 
 
@@ -407,14 +407,6 @@ def test_compile_does_not_wrap_a_loss_scale_optimizer():
     optimizer = gs.GradScaleOptimizer(keras.optimizers.SGD())
     model.compile(optimizer, "mse")
     assert model.optimizer is optimizer
-
-
-def test_optimizers_know_their_strategy(strategy):
-    """_distribution_strategy: the one in whose scope the optimizer was made."""
-    with strategy.scope():
-        optimizer = keras.optimizers.SGD()
-    found = optimizer._distribution_strategy.num_replicas_in_sync
-    assert found == strategy.num_replicas_in_sync
 
 
 # --- TensorFlow ----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Gradient scaling: mixed-precision training of Keras models without a loss scale to tune."""
 
-from tf_gradscale import formats, layers, rules, theory
+from tf_gradscale import callbacks, formats, layers, rules, theory
 from tf_gradscale.config import GradScaleConfig
+from tf_gradscale.diagnosis import diagnose
 from tf_gradscale.model import Model, Sequential, convert, strip
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import policy_scope, set_global_policy
@@ -13,7 +14,9 @@ __all__ = [
     "Model",
     "ScaleRegistry",
     "Sequential",
+    "callbacks",
     "convert",
+    "diagnose",
     "formats",
     "layers",
     "policy_scope",

@@ -45,6 +45,8 @@ class GradScaleConfig:
         unscale: Where a variable's gradient is divided by its scale: `"layer"` (gradients leave
             the tape with their true magnitude) or `"optimizer"` (they leave it scaled, and must
             be applied by the `GradScaleOptimizer` of `Model.compile`, which divides).
+        max_skips: After so many steps in a row that were skipped because a gradient was not
+            finite, training stops with an error.
 
     Raises:
         ValueError: If a value is outside its domain.
@@ -67,6 +69,7 @@ class GradScaleConfig:
     scale_bound: float | None = None
     cumulative_bound: float | None = None
     unscale: str = "layer"
+    max_skips: int = 20
 
     def __post_init__(self):
         if self.gradient_dtype not in formats.NAMES:
@@ -86,7 +89,7 @@ class GradScaleConfig:
                 "must lie strictly between 0 and 1 (the paper uses 0.001). "
                 f"Received: underflow_threshold={rate!r}"
             )
-        for name, least in (("margin_bits", 0), ("update_every", 1)):
+        for name, least in (("margin_bits", 0), ("update_every", 1), ("max_skips", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 # tensorflow.python: what tf.custom_gradient is made of; tests/test_platform.py notices if it goes.
 from tensorflow.python.eager import record
+from tensorflow.python.saved_model.save_context import in_save_context
 
 _count = itertools.count()
 
@@ -54,16 +55,23 @@ def _overridden(outputs, sources, backward, owner):
     name = f"GradientScaling-{next(_count)}"
     graph._gradient_scaling = {**getattr(graph, "_gradient_scaling", {}), name: backward}
     weakref.finalize(owner, _forget, weakref.ref(graph), name)
-    reference, count = weakref.ref(backward), len(outputs)
+    reference, count, saved = weakref.ref(backward), len(outputs), in_save_context()
 
     @tf.RegisterGradient(name)
     def gradient(operation, *upstream):
+        if in_save_context() and not saved:
+            raise ValueError(
+                "A concrete function is not traced anew for a SavedModel, and this one was made "
+                "with gradient scaling in it. Pass the tf.function itself, with an "
+                "`input_signature`, or have it call `tf_gradscale.strip(model)`. "
+                "Received: a function that was traced before"
+            )
         found = reference()
         if found is None:
             raise RuntimeError(
                 "A model must be kept, and the graph in which it was run, while that graph is "
                 "differentiated. Keep a reference to the model and to the function that runs it. "
-                f"Received: '{operation.name}', of which one is gone"
+                "Received: a graph of which one is gone"
             )
         return [None] * count + found(*upstream[:count])
 

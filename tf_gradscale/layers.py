@@ -5,8 +5,9 @@ import types
 
 import keras
 
+from tf_gradscale.export import is_plain_forward, plain_forward
 from tf_gradscale.graph import function_of, scope_dtype
-from tf_gradscale.model import check_layers, is_plain_forward, unpacked
+from tf_gradscale.model import check_layers, unpacked
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
 from tf_gradscale.tracing import trace
@@ -83,7 +84,9 @@ class GradientScaled(keras.layers.Layer):
     def call(self, inputs, training=None):
         """Runs the wrapped layer."""
         if is_plain_forward():
-            outputs = self._scaling.function(inputs, training=training)
+            # A converted model inside is not the outermost one, which has float32 outputs.
+            with plain_forward():
+                outputs = self._scaling.function(inputs, training=training)
             return keras.tree.map_structure(_to_float32, outputs)
         outputs = self._scaling.region(keras.tree.flatten(inputs), training)
         # As a Functional model: a single output comes without the list around it.

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gradscale.export import plain_forward
 from tf_gradscale.graph import is_users_code
 from tf_gradscale.inner import Whole
 from tf_gradscale.opening import call_context
@@ -31,12 +32,16 @@ _KNOWN = ("keras", "tf_gradscale")
 def is_linear(step):
     """Whether vjp(s·∇Y) = s·vjp(∇Y) for a step, for its inputs and its variables.
 
-    A step whose gradient cannot be tried out counts as one for which it does not hold. The layer,
-    its variables and its losses are left as they were.
+    A step whose gradient cannot be tried out counts as one for which it does not hold, and so does
+    one that adds up something over replicas, as synchronized batch normalisation does: in its
+    gradient the ∇Y of all of them meet, each with scales of its own. The layer, its variables and
+    its losses are left as they were.
 
     Args:
         step: The `graph.Step`.
     """
+    if any(getattr(layer, "synchronized", False) for layer in layers_of(step.operation)):
+        return False
     if not _runs_code_of_users(step):
         return True
     # In a thread of its own: no graph is being made there, and no tape is stopped.
@@ -45,11 +50,15 @@ def is_linear(step):
 
 
 def _try_out(step):
-    with _nothing_changes(step):
-        for size in _SIZES:
-            # Whatever the layer's author wrote may fail.
-            with contextlib.suppress(Exception):
-                return _Trial(step, size).is_linear()
+    # Whatever the layer's author wrote may fail.
+    for size in _SIZES:
+        with contextlib.suppress(Exception), _nothing_changes(step), _in_float32(step):
+            return _Trial(step, size).is_linear()
+    for size in _SIZES:
+        # Written for 16 bits alone, it is linear if all gradients in it are TensorFlow's own.
+        with contextlib.suppress(Exception), _nothing_changes(step):
+            trial = _Trial(step, size, own_dtype=True)
+            return not trial.gradients and not trial.replica.exchanges
     return False
 
 
@@ -91,37 +100,53 @@ def _is_function_of_users(x):
 
 @contextlib.contextmanager
 def _nothing_changes(step):
-    """Updates and losses go nowhere, and 16-bit layers compute in float32."""
-    # model builds on this module.
-    from tf_gradscale.model import plain_forward
-
+    """Updates and losses go nowhere."""
     scope = keras.StatelessScope(initialize_variables=False)
-    with scope, call_context(None), plain_forward(), in_float32(layers_of(step.operation)):
+    with scope, call_context(None), plain_forward():
         yield
 
 
+def _in_float32(step):
+    return in_float32(layers_of(step.operation))
+
+
+class _Replica(tf.distribute.ReplicaContext):
+    """The only replica there is; notes whether anything is to be exchanged with others."""
+
+    exchanges = False
+
+    def merge_call(self, *args, **kwargs):
+        self.exchanges = True
+        return super().merge_call(*args, **kwargs)
+
+
 class _Trial:
-    """A step and its gradient in a graph of their own, float32.
+    """A step and its gradient in a graph of their own.
 
     Args:
         step: The `graph.Step`.
         size: What dimensions are taken for that are not known.
+        own_dtype: Whether it is run in the dtypes in which the model runs it; else in float32.
+
+    Attributes:
+        gradients: Those of its inputs and variables; none, if all are TensorFlow's own.
     """
 
-    def __init__(self, step, size):
+    def __init__(self, step, size, own_dtype=False):
         self.inputs = []
+        self.replica = _Replica(tf.distribute.get_strategy(), 0)
         # Without a scope, variables are what they are stored as.
-        unscoped = dataclasses.replace(step, autocast_dtype=None)
+        unscoped = step if own_dtype else dataclasses.replace(step, autocast_dtype=None)
         variables = [variable_value(v) for v in getattr(step.operation, "trainable_variables", ())]
 
         def run():
             for tensor in step.inputs:
                 shape = [size if n is None else n for n in tensor.shape]
-                dtype = "float32" if tensor.is_float else tensor.dtype
+                dtype = "float32" if tensor.is_float and not own_dtype else tensor.dtype
                 self.inputs.append(tf.compat.v1.placeholder(dtype, shape))
             self.factor = tf.compat.v1.placeholder("float32", ())
             floats = [x for x in self.inputs if x.dtype.is_floating]
-            with tf.GradientTape() as tape:
+            with tf.GradientTape() as tape, self.replica:
                 tape.watch(floats)
                 ys = keras.tree.flatten(unscoped.call(self.inputs))
             if not _has_custom_gradient(tf.compat.v1.get_default_graph()):
@@ -129,6 +154,7 @@ class _Trial:
             return self._gradients(tape, floats + variables, ys)
 
         self.function = tf.compat.v1.wrap_function(run, [])
+        self.gradients = self.function.structured_outputs
 
     def _gradients(self, tape, sources, ys):
         ys = [y for y in ys if y.dtype.is_floating]
@@ -145,14 +171,15 @@ class _Trial:
 
     def is_linear(self):
         """Whether multiplying ∇Y by powers of two does just that to all gradients."""
-        gradients = self.function.structured_outputs
-        if not gradients:
+        if self.replica.exchanges:
+            return False
+        if not self.gradients:
             return True
         operations = self.function.graph.get_operations()
         reads = [op.outputs[0] for op in operations if op.type == "ReadVariableOp"]
         reads = [x for x in reads if x.dtype.is_floating]
         values = [x.numpy() for x in self.function.prune([], reads)()] if reads else []
-        pruned = self.function.prune([*self.inputs, *reads, self.factor], gradients)
+        pruned = self.function.prune([*self.inputs, *reads, self.factor], self.gradients)
         if any(node.op.startswith(_WRITES) for node in _nodes(pruned.graph)):
             return False
         random = np.random.default_rng(0)

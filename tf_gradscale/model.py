@@ -1,45 +1,21 @@
 """Keras models whose backward pass is gradient-scaled."""
 
-import contextlib
 import functools
-import threading
 import types
 
 import keras
 import tensorflow as tf
 
-# keras.src: not exported; tests/test_platform.py notices if they go.
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+# keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.models.functional import Functional
 
+from tf_gradscale.export import exporting, is_plain_forward, plain_forward, plainly
 from tf_gradscale.graph import function_of, scope_dtype
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
 from tf_gradscale.region import Region
 from tf_gradscale.registry import autocast_off
 from tf_gradscale.tracing import trace
-
-
-class _Mode(threading.local):
-    plain = False
-
-
-_mode = _Mode()
-
-
-@contextlib.contextmanager
-def plain_forward():
-    """Within this scope, in this thread, models run as Keras would: nothing is differentiated."""
-    before, _mode.plain = _mode.plain, True
-    try:
-        yield
-    finally:
-        _mode.plain = before
-
-
-def is_plain_forward():
-    """Whether nothing is differentiated: a model predicts, is exported, or tried out by Keras."""
-    return _mode.plain or in_symbolic_scope()
 
 
 class GradientScaling:
@@ -83,9 +59,11 @@ class GradientScaling:
         return self._gradscale.region
 
     def call(self, inputs, training=None, mask=None, **kwargs):
-        if is_plain_forward() or function_of(self) is None:
-            return super().call(inputs, training=training, mask=mask, **kwargs)
+        if is_plain_forward():
+            return plainly(super().call, inputs, training=training, mask=mask, **kwargs)
         function = function_of(self)
+        if function is None:
+            return super().call(inputs, training=training, mask=mask, **kwargs)
         flat = function._standardize_inputs(inputs)
         for x, one in zip(flat, keras.tree.flatten(mask) if mask is not None else [], strict=False):
             if one is not None:
@@ -107,11 +85,35 @@ class GradientScaling:
         if self.optimizer is not None and self.built and self._has_scales():
             self.optimizer.build(self.trainable_variables)
 
+    def load_weights(self, filepath, *args, **kwargs):
+        """As `keras.Model.load_weights`, with the optimizer's state if the model is compiled."""
+        if self.compiled and self.optimizer is not None and self.built:
+            if not self._has_scales():
+                raise ValueError(
+                    f"Model '{self.name}' has a `call` of its own, and must be called on a batch "
+                    "before its optimizer's state is loaded, or its weights be loaded before "
+                    "`compile`. Received: a compiled model that was never called"
+                )
+            self.optimizer.build(self.trainable_variables)
+        super().load_weights(filepath, *args, **kwargs)
+
     def _aggregate_additional_loss(self, loss):
         # A float16 layer's, in evaluation: Keras would add it to one of float32, and fail.
         if loss.dtype in (tf.float16, tf.bfloat16):
             loss = tf.cast(loss, tf.float32)
         return super()._aggregate_additional_loss(loss)
+
+    def make_train_function(self, force=False):
+        """As `keras.Model`'s; it stops when nothing but skipped steps happens."""
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force)
+        if isinstance(self.optimizer, GradScaleOptimizer):
+            # guard builds on this module.
+            from tf_gradscale.guard import Guard
+
+            self.train_function = Guard(self, self.train_function)
+        return self.train_function
 
     def test_step(self, data):
         with plain_forward():
@@ -122,10 +124,16 @@ class GradientScaling:
             return super().predict_step(data)
 
     def export(self, *args, **kwargs):
-        """As `keras.Model.export`: only the plain forward graph is exported."""
-        # Nested models and layers of this package run plainly as well.
-        with plain_forward():
-            return strip(self).export(*args, **kwargs)
+        """As `keras.Model.export`: the plain forward graph, with float32 outputs."""
+        with exporting():
+            return super().export(*args, **kwargs)
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        # What `tf.saved_model.save` writes: nothing that only training needs, such as the scales.
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel":
+            children.pop("optimizer", None)
+        return children
 
     def get_config(self):
         return {**super().get_config(), "config": keras.saving.serialize_keras_object(self.config)}
@@ -247,6 +255,12 @@ def convert(model, config=None):
             f"Received: a {type(model).__name__}"
         )
     config = default_config() if config is None else checked(config)
+    # Where the model was made: each of its replicas has scales of its own.
+    with model.distribute_strategy.scope():
+        return _converted(model, config)
+
+
+def _converted(model, config):
     kind = type(model)
     if kind is keras.Sequential:
         # Checked first: an unbuilt Sequential has nothing to convert.
@@ -281,11 +295,13 @@ def strip(model):
     """The plain Keras model: same layers, same weights, Keras' own backward pass.
 
     Args:
-        model: A model made by `convert`, `Model` or `Sequential` of this package.
+        model: A model made by `convert`, `Model` or `Sequential` of this package, or a Functional
+            or Sequential one of Keras with such models or `GradientScaled` layers inside.
 
     Returns:
-        A `keras.Model` (a `keras.Sequential` for a Sequential), not compiled. A model that was
-        converted in place is given back its own class, and returned.
+        A `keras.Model` (a `keras.Sequential` for a Sequential), not compiled, with plain models
+        and layers inside as well. A model that was converted in place is given back its own class,
+        and returned.
 
     Raises:
         TypeError: If the model is not gradient-scaled.
@@ -296,19 +312,47 @@ def strip(model):
     >>> type(strip(model)) is keras.Sequential
     True
     """
-    if not isinstance(model, GradientScaling):
-        raise TypeError(
-            "`strip` takes a model made by tf_gradscale.convert or tf_gradscale.Model. "
-            f"Received: {model!r}"
-        )
-    if not isinstance(model, (Model, Sequential)):
+    scaled = isinstance(model, GradientScaling)
+    if scaled and not isinstance(model, (Model, Sequential)):
         from tf_gradscale.handwritten import strip_in_place
 
         return strip_in_place(model)
+    plain = None
     if isinstance(model, keras.Sequential):
         plain = keras.Sequential(model._layers, model.trainable, model.name)
-    else:
+    elif isinstance(model, Functional):
         plain = keras.Model(model._inputs_struct, model._outputs_struct, name=model.name)
+    if plain is not None:
+        plain.dtype_policy = model.dtype_policy
+        stripped = _strip_inside(plain)
+        if scaled or stripped is not plain:
+            return stripped
+    raise TypeError(
+        "`strip` takes a model made by tf_gradscale.convert or tf_gradscale.Model. "
+        f"Received: {model!r}"
+    )
+
+
+def _strip_inside(model):
+    """The same without gradient-scaled models and layers inside; `model` itself if there are none.
+
+    Those converted in place are let be: saved, they are of their own class.
+    """
+    # layers builds on this module.
+    from tf_gradscale.layers import GradientScaled
+
+    def plain_layer(layer):
+        if isinstance(layer, (Model, Sequential)):
+            return strip(layer)
+        if isinstance(layer, GradientScaled):
+            return plain_layer(layer.layer)
+        return _strip_inside(layer) if type(layer) in (Functional, keras.Sequential) else layer
+
+    scaled = (Model, Sequential, GradientScaled)
+    if not any(isinstance(layer, scaled) for layer in model._flatten_layers(include_self=False)):
+        return model
+    # The same layers, called once more.
+    plain = keras.models.clone_model(model, clone_function=plain_layer)
     plain.dtype_policy = model.dtype_policy
     return plain
 

@@ -1,7 +1,11 @@
 """The optimizer wrapper: per-variable unscaling, and skipping of non-finite steps."""
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+from tf_gradscale.config import GradScaleConfig
+from tf_gradscale.tensors import multiply
 
 
 @keras.saving.register_keras_serializable(package="tf_gradscale")
@@ -21,6 +25,7 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Attributes:
         applied_steps: Variable, how many steps were applied.
         skipped_steps: Variable, how many were skipped because a gradient was not finite.
+        skips_in_a_row: Variable, how many of them were the last ones.
 
     Raises:
         TypeError: If `inner_optimizer` is no Keras optimizer.
@@ -55,6 +60,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         super().__init__(inner_optimizer, name=name)
         self._scales = scales
+        # Whether somebody else looks at `skips_in_a_row`.
+        self.watched = False
 
     @property
     def scales(self):
@@ -86,19 +93,88 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         counter = dict(shape=(), dtype="int", initializer="zeros", aggregation="none")
         self.applied_steps = self.add_variable(name="applied_steps", **counter)
         self.skipped_steps = self.add_variable(name="skipped_steps", **counter)
+        self.skips_in_a_row = self.add_variable(name="skips_in_a_row", **counter)
         self.inner_optimizer.build(var_list)
         keras.optimizers.Optimizer.build(self, var_list)
+
+    def load_own_variables(self, store):
+        """Takes the state from a file.
+
+        Raises:
+            ValueError: If it is not that of the same optimizer with the scales of the same model.
+        """
+        found = {name: tuple(store[name].shape) for name in store.keys()}
+        wanted = {str(i): tuple(v.shape) for i, v in enumerate(self.variables)}
+        if found != wanted:
+            differing = sorted(set(found.items()) ^ set(wanted.items()), key=lambda x: int(x[0]))
+            name = differing[0][0]
+            raise ValueError(
+                "The state of an optimizer must be loaded into the same optimizer of the same "
+                "model, but it was saved with another optimizer, model or version. To take the "
+                "weights alone, load them before `compile`. "
+                f"Received: {len(found)} variables, expected {len(wanted)}; the first difference "
+                f"is variable {name}, of shape {found.get(name)}, expected {wanted.get(name)}"
+            )
+        if self._scales is not None:
+            layout = self._scales.layout
+            (index,) = (i for i, v in enumerate(self.variables) if v is layout)
+            saved = int(np.array(store[str(index)]))
+            if saved != int(layout.numpy()):
+                raise ValueError(
+                    "The scales in a file must be those of the same layers in the same dtypes. "
+                    "Build the model under the dtype policy that it was saved with, such as "
+                    'tf_gradscale.set_global_policy("mixed_float16"). '
+                    f"Received: sites with the checksum {saved}, expected {int(layout.numpy())}"
+                )
+        super().load_own_variables(store)
 
     def scale_loss(self, loss):
         """The loss itself: nothing needs scaling. Leftover calls do no harm."""
         return loss
 
+    @property
+    def max_skips(self):
+        """After how many skipped steps in a row training stops."""
+        config = GradScaleConfig() if self._scales is None else self._scales.config
+        return config.max_skips
+
+    def check_skips(self, cause=None):
+        """Stops training that skips every step.
+
+        `fit` does it by itself, and so does a loop of one's own that is not compiled by XLA, which
+        has no errors: there, call this now and then, outside the compiled function.
+
+        Args:
+            cause: Function that is called if it comes to that, and gives a sentence for the error.
+
+        Raises:
+            FloatingPointError: If the last `max_skips` steps were all skipped.
+        """
+        skips = int(self.skips_in_a_row.numpy()) if self.built else 0
+        if skips >= self.max_skips:
+            said = "" if cause is None else f" {cause()}"
+            raise FloatingPointError(
+                f"{self._stopped()}{said} Received: {skips} skipped steps in a row"
+            )
+
+    def _stopped(self):
+        return (
+            f"Training must apply one step in {self.max_skips} (`max_skips`), but gradients were "
+            "not finite in any. tf_gradscale.diagnose(model, x, y) shows where they broke."
+        )
+
     def _stateful_handle_finite_grads(self, grads, trainable_variables):
         self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
         self.applied_steps.assign_add(1)
+        self.skips_in_a_row.assign(0)
 
     def _stateful_handle_non_finite_grads(self):
         self.skipped_steps.assign_add(1)
+        self.skips_in_a_row.assign_add(1)
+        if not self.watched and not tf.executing_eagerly():
+            # In a condition that is not entered while all is well. XLA leaves it out.
+            goes_on = tf.convert_to_tensor(self.skips_in_a_row.value) < self.max_skips
+            tf.debugging.Assert(goes_on, [self._stopped()])
         if self._scales is not None:
             self._scales.request_update()
 
@@ -113,7 +189,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         if not self.built:
-            with keras.name_scope(self.name):
+            # init_scope: a merged condition (below) cannot run where its variables are made.
+            with tf.init_scope(), keras.name_scope(self.name):
                 self.build(trainable_variables)
             self.built = True
         if all(g is None for g in grads):
@@ -124,9 +201,13 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "`apply` must be called in a replica context, within `strategy.run`. "
                 "Received: a call from the cross-replica context."
             )
+        replica = tf.distribute.get_replica_context()
+        replicas = replica.num_replicas_in_sync
+        if replicas > 1:
+            self._check_scope()
         valid = True
         if self._scales is not None and self._scales.config.unscale == "optimizer":
-            self._check_replicas()
+            self._check_replicas(replicas)
             variables = trainable_variables or self._trainable_variables
             grads, valid = self._scales.unscale(grads, variables)
             if tf.executing_eagerly() and not valid:
@@ -136,9 +217,12 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     "or `gradient_accumulation_steps` of the inner optimizer. Received: gradients "
                     "of several passes, with different scales"
                 )
-        finite = tf.logical_and(self.check_finite(grads), valid)
-        replica = tf.distribute.get_replica_context()
-        if replica.num_replicas_in_sync > 1:
+        bounds = grads
+        if replicas > 1:
+            # The sum of the gradients over all replicas must be finite, too.
+            bounds = [None if g is None else multiply(g, replicas) for g in grads]
+        finite = tf.logical_and(self.check_finite(bounds), valid)
+        if replicas > 1:
             # All replicas must agree before one acts: gradients are summed only afterwards, so
             # an overflow on one of them would reach all weights.
             bad = replica.all_reduce("sum", tf.cast(~finite, tf.float32))
@@ -148,15 +232,28 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._apply_if(finite, grads, trainable_variables)
         else:
             replica.merge_call(self._apply_merged, args=(finite, grads, trainable_variables))
+        if tf.executing_eagerly() and not self.watched:
+            self.check_skips()
 
-    def _check_replicas(self):
+    def _check_scope(self):
+        """Refuses variables of which there is one for all replicas: each would update it."""
+        for variable in self.variables:
+            if not isinstance(variable.value, tf.distribute.DistributedValues):
+                raise ValueError(
+                    "With several replicas, convert and compile the model within "
+                    "`strategy.scope()`, and make and build an optimizer of your own there: what "
+                    "is made outside is updated by each replica in turn, so that steps are "
+                    f"counted twice. Received: variable '{variable.path}', made outside"
+                )
+
+    def _check_replicas(self, replicas):
         """Refuses to divide gradients that replicas may have summed at different scales."""
-        if self._distribution_strategy.num_replicas_in_sync == 1 or self._scales.frozen:
+        if replicas == 1 or self._scales.frozen:
             return
         raise ValueError(
             'With unscale="optimizer" all replicas must use the same scales, but each chooses its '
             'own. Use unscale="layer", or fix them with `scales.freeze()` before training. '
-            f"Received: {self._distribution_strategy.num_replicas_in_sync} replicas"
+            f"Received: {replicas} replicas"
         )
 
     def _apply_if(self, finite, grads, trainable_variables):

@@ -1,5 +1,6 @@
 """The global dtype policy, and the configuration that goes with it."""
 
+import collections
 import contextlib
 import threading
 
@@ -13,9 +14,7 @@ class _Default(threading.local):
 
 
 _default = _Default()
-
-# Layers that run in float32 at the moment: how often that was asked for, and their own policy.
-_held: dict[int, list] = {}
+_lock = threading.Lock()
 
 
 def default_config():
@@ -80,30 +79,71 @@ def policy_scope(policy, config=None):
 
 @contextlib.contextmanager
 def in_float32(layers):
-    """Within this scope, layers that compute in 16 bits compute in float32.
-
-    Replicas run their layers in turns, so that one may enter while another is inside: the last
-    one to leave restores the policies.
+    """Within this scope, in this thread, layers that compute in 16 bits compute in float32.
 
     Args:
         layers: Keras layers; those inside them are to be named too.
     """
-    chosen = {id(layer): layer for layer in layers}
-    for key, layer in chosen.items():
-        if key in _held:
-            _held[key][0] += 1
-        elif layer.compute_dtype in ("float16", "bfloat16"):
-            # _dtype_policy: not by the setter, which could quantize; tests/test_platform.py.
-            _held[key] = [1, layer._dtype_policy]
-            vars(layer)["_dtype_policy"] = keras.DTypePolicy("float32")
-    held = [key for key in chosen if key in _held]
+    # _dtype_policy: not by its setter, which could quantize; tests/test_platform.py.
+    held = []
     try:
+        for layer in {id(layer): layer for layer in layers}.values():
+            with _lock:
+                policy = layer._dtype_policy
+                if type(policy) is not _InFloat32:
+                    if layer.compute_dtype not in ("float16", "bfloat16"):
+                        continue
+                    policy = _InFloat32(policy, layer.path)
+                    vars(layer)["_dtype_policy"] = policy
+                policy.threads[threading.get_ident()] += 1
+                held.append((layer, policy))
         yield
     finally:
-        for key in held:
-            _held[key][0] -= 1
-            if not _held[key][0]:
-                vars(chosen[key])["_dtype_policy"] = _held.pop(key)[1]
+        for layer, policy in held:
+            with _lock:
+                policy.threads[threading.get_ident()] -= 1
+                if not policy.threads.total():
+                    vars(layer)["_dtype_policy"] = policy.own
+
+
+class _InFloat32(keras.DTypePolicy):
+    """The policy of a layer that some threads run in float32; in all others it is its own.
+
+    Another thread may run the same layer: replicas take turns, and a model may predict while it is
+    converted, or trained.
+
+    Args:
+        own: The layer's own policy.
+        path: The layer's path, by which it finds its policy if `own` holds those of many.
+    """
+
+    def __init__(self, own, path):
+        self.own = own
+        self.threads = collections.Counter()
+        self._of_layer = own[path] if isinstance(own, keras.dtype_policies.DTypePolicyMap) else own
+
+    def _current(self):
+        return _FLOAT32 if self.threads[threading.get_ident()] else self._of_layer
+
+    # What another thread saves meanwhile has the layer's own policy.
+    __class__ = property(lambda self: type(self._current()))
+    name = property(lambda self: self._current().name)
+    compute_dtype = property(lambda self: self._current().compute_dtype)
+    variable_dtype = property(lambda self: self._current().variable_dtype)
+    quantization_mode = property(lambda self: self._current().quantization_mode)
+
+    def get_config(self):
+        """That of the policy it is in this thread."""
+        return self._current().get_config()
+
+    def __eq__(self, other):
+        return self._current() == other
+
+    def __repr__(self):
+        return repr(self._current())
+
+
+_FLOAT32 = keras.DTypePolicy("float32")
 
 
 def checked(config):

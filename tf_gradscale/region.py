@@ -31,10 +31,14 @@ class Region:
 
     Args:
         config: The `GradScaleConfig`.
+
+    Attributes:
+        observer: A `diagnosis.Observer` that sees all tensors, or `None`.
     """
 
     def __init__(self, config):
         self.config = config
+        self.observer = None
         self.scales = ScaleRegistry(config)
         self._traces, self._programs = {}, {}
 
@@ -84,7 +88,7 @@ class Region:
             The outputs, in the structure of the graph; float ones are float32.
         """
         program = self._program(key, None if training is None else bool(training))
-        made = iter(program(inputs, self))
+        made = iter(program(inputs, self, self.observer))
         structure = program.graph.structure
         return keras.tree.map_structure(lambda kt: None if kt is None else next(made), structure)
 
@@ -180,7 +184,7 @@ class _Program:
             names = [(f"{name}/branch", "branch")]
             self._branches[id(tensor)] = self.scales.add_group(names, len(users) + 1)
 
-    def __call__(self, inputs, owner):
+    def __call__(self, inputs, owner, observer=None):
         """Runs the graph on a flat list of tensors, for the region that owns it; see there."""
         self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
@@ -190,20 +194,25 @@ class _Program:
         def run(*xs):
             for x, mask in zip(xs, masks, strict=True):
                 _set_mask(x, mask)
-            values, records, layers = self._forward(xs)
+            values, records, layers = self._forward(xs, observer)
             owners.extend(layers)
             outputs = [values[id(t)] for t in self.graph.outputs]
             made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
             dtypes = [y.dtype for y in outputs]
 
             def gradient(upstream, variables):
-                return self._backward(xs, records, dtypes, upstream, variables, bool(watched))
+                return self._backward(
+                    xs, records, dtypes, upstream, variables, bool(watched), observer
+                )
 
             outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
             return outputs, gradient
 
         with autocast_off():
-            outputs = differentiable(run, inputs, owner)
+            if observer is not None and observer.plain:
+                outputs, _ = run(*inputs)
+            else:
+                outputs = differentiable(run, inputs, owner)
         count = len(self.graph.head)
         for layer, loss in zip(owners, outputs[count:], strict=True):
             layer.add_loss(loss)
@@ -226,7 +235,7 @@ class _Program:
                     f"Received: a mask of shape {mask.shape} with an input"
                 )
 
-    def _forward(self, xs):
+    def _forward(self, xs, observer):
         """Runs all steps.
 
         Returns the tensors by id, by the id of each step its record, and the layers that added
@@ -255,7 +264,8 @@ class _Program:
                         f"Received: {len(added[id(step)])} losses, and {expected} in a trial"
                     )
             for tensor, y in zip(step.outputs, outputs, strict=True):
-                if y.dtype.is_floating and y.dtype.name != tensor.dtype:
+                plain = observer is not None and observer.plain
+                if y.dtype.is_floating and y.dtype.name != tensor.dtype and not plain:
                     raise TypeError(
                         f"Layer '{step.name}' must return what its `compute_output_spec` "
                         f"declares, or gradients cannot be scaled right. Declared: "
@@ -265,13 +275,15 @@ class _Program:
             if step.rule.direct:
                 _carry_mask(step.operation, arguments[0], outputs[0])
             records[id(step)] = kept
+            if observer is not None:
+                observer.see_outputs(step, outputs)
             if isinstance(step.operation, (ActivityLoss, AddedLoss)):
                 owners.append(step.operation.owner)
             elif isinstance(step.operation, LossesOf):
                 owners += [layer for layer, _ in added[id(step.operation.step)]]
         return values, records, owners
 
-    def _backward(self, xs, records, dtypes, upstream, variables, watched):
+    def _backward(self, xs, records, dtypes, upstream, variables, watched, observer):
         """Runs Algorithm 1 and writes the registry, on which all results then depend."""
         upstream = [
             tf.convert_to_tensor(dy) if dy is not None and dtype.is_floating else None
@@ -280,14 +292,16 @@ class _Program:
         # A loss is a number that varies freely: its gradient tells nothing of the others'.
         returned = upstream[: len(self.graph.head)]
         walk = Walk(self.scales, self.chooser, self._needed(watched), returned)
-        dxs = self._algorithm_1(walk, records, upstream)
+        if observer is not None:
+            observer.see_walk(walk)
+        dxs = self._algorithm_1(walk, records, upstream, observer)
         found = walk.gradients()
         dvs = [found.get(v.ref()) for v in variables]
         with tf.control_dependencies(walk.finish()):
             dxs, dvs = ([identity(g) for g in gs] for gs in (dxs, dvs))
         return dxs, dvs
 
-    def _algorithm_1(self, walk, records, upstream):
+    def _algorithm_1(self, walk, records, upstream, observer):
         """Algorithm 1: operators in reversed topological order, each by the rule for its kind."""
         consumers = self.graph.consumers()
         arrived: dict[int, dict] = {}
@@ -319,6 +333,8 @@ class _Program:
             pairs = [collect(tensor) for tensor in step.outputs]
             if all(pair is None for pair in pairs):
                 continue
+            if observer is not None:
+                observer.see_gradients(step, pairs)
             for i, pair in enumerate(step.rule.backward(records[id(step)], pairs, walk)):
                 if pair is not None and step.inputs[i].is_float:
                     deliver(step.inputs[i], (step, i), pair, self._edges[step, i])

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import zlib
 
 import keras
 import numpy as np
@@ -92,6 +93,7 @@ class ScaleRegistry:
     - `frozen`: 1 if scales are fixed, else 0.
     - `peaks`: for each output the largest magnitude of the gradient that came in when scales were
       last chosen.
+    - `layout`: a checksum of the sites' kinds, by which a file for another graph is known.
     - `inverses` and `unapplied`, with `unscale="optimizer"` only: for each variable 1/α of the
       gradient that the last pass gave it; and 0 if that was applied, 1 if not, 2 if a pass has
       chosen new scales since.
@@ -111,6 +113,7 @@ class ScaleRegistry:
         # Groups with what was asked for; and those that the present graph has not asked for yet.
         self._keys, self._free = [], {}
         self._variables = None
+        self.counters = []
 
     def begin(self):
         """Begins the sites of another graph of the same model: those it has already are shared."""
@@ -183,10 +186,29 @@ class ScaleRegistry:
                 "pending": create("pending", 0, "int32"),
                 "frozen": create("frozen", 0, "int32"),
                 "peaks": create("peaks", [0.0] * outputs, "float32"),
+                "layout": create("layout", self._layout(), "int64"),
             }
             if self.config.unscale == "optimizer":
                 self._variables["inverses"] = create("inverses", [1.0] * len(weights), "float32")
                 self._variables["unapplied"] = create("unapplied", 0, "int32")
+        for counters in self.counters:
+            counters.build(self._sites)
+
+    def count(self, counters):
+        """Takes `counters.Counters`, which count in graphs that are traced while they are active."""
+        self.counters.append(counters)
+        if self.is_built:
+            counters.build(self._sites)
+
+    def _layout(self):
+        # Not their names: Keras counts layers of a kind through, in each process anew.
+        groups = [" ".join(site.kind for site in group.sites) for group in self.groups]
+        return zlib.crc32(", ".join(groups).encode())
+
+    @property
+    def layout(self):
+        """The variable that tells the sites of one model from those of another."""
+        return self._variables["layout"]
 
     @property
     def is_built(self):
@@ -248,6 +270,7 @@ class ScaleRegistry:
             return {
                 name: tf.convert_to_tensor(variable.value)
                 for name, variable in self._variables.items()
+                if name != "layout"
             }
 
     def write(self, scales, history, pending, peaks, updating, inverses):

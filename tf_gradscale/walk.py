@@ -3,7 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from tf_gradscale import tensors
+from tf_gradscale import formats, tensors
+from tf_gradscale.counters import rates
 from tf_gradscale.estimate import max_abs
 from tf_gradscale.passes import Passes
 from tf_gradscale.registry import variable_value
@@ -48,6 +49,9 @@ class Walk:
         self._followers = []
         self._gradients = {}
         self._inverses = {}
+        # By a site's index, what was counted there.
+        self._rates = {}
+        self._counters = [counters for counters in registry.counters if counters.active]
 
     def decide(self, group, upstream, owner, dtype, measure, keep, trial=False):
         """Chooses the scales of a group, in an updating pass, or reads them from the registry.
@@ -104,7 +108,9 @@ class Walk:
             lambda *state: self.chooser.unmeasured(alpha, *state, sites=1),
         )
         _, alpha_x, _, _, beta, inverse = part
-        return Scaled(alpha_x, tf.cast(dy * beta, dtype), inverse, tuple(group.sites))
+        scaled = dy * beta
+        self.count(group, lambda: [(scaled, tf.cast(scaled, kept or dtype))])
+        return Scaled(alpha_x, tf.cast(scaled, dtype), inverse, tuple(group.sites))
 
     def join(self, group, indices, pairs, owner, summed):
         """Brings several gradients to one scale (lines 15 to 18 of Algorithm 1).
@@ -138,9 +144,25 @@ class Walk:
             for other in scaled[1:]:
                 total += other
             result = tf.cast(total, dtype)
+            scaled = total
         else:
             result = [tf.cast(s, g.dtype) for s, g in zip(scaled, gradients, strict=True)]
+        self.count(group, lambda: [(scaled, result)])
         return Scaled(part[1], result, part[-1], tuple(s for p in pairs for s in p.origin))
+
+    def count(self, group, made):
+        """Counts what is lost at a group's sites, where that is asked for and scales are chosen.
+
+        Args:
+            group: The `Group`.
+            made: Function that gives for each of its sites the gradient in float32 and as it is
+                kept (`counters.rates`). Called only if needed.
+        """
+        sites = [site for site in group.sites if self._measured[site.index]]
+        if any(counters.wants(site) for counters in self._counters for site in sites):
+            smallest = formats.get(self.config.gradient_dtype).smallest(self.config.smallest)
+            for site, (exact, kept) in zip(sites, made(), strict=True):
+                self._rates[site.index] = rates(exact, kept, smallest)
 
     def add(self, variable, gradient, inverse):
         """Takes a variable's scaled gradient and 1/α; divides in float32, adds to the others.
@@ -177,4 +199,5 @@ class Walk:
             followed=[group.finite for _, group in self._followers],
         )
         writes = registry.write(*left, self._updating, self._inverses)
+        writes += [counters.write(self._rates) for counters in self._counters]
         return [] if tf.executing_eagerly() else [tf.group(*writes)]

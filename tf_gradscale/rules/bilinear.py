@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from tf_gradscale.linearity import layers_of
+from tf_gradscale.policy import in_float32
 from tf_gradscale.rules.base import Rule, Scaled
 
 
@@ -21,6 +23,7 @@ class Bilinear(Rule):
         names = [(f"{step.name}/{operand}", "gemm") for operand in ("a", "b")]
         self.group = registry.add_group(names, 4)
         self.products = PRODUCTS[_name(step.operation)]
+        self._layers = layers_of(step.operation)
         # A weight's gradient is a coherent sum over a batch, larger than that of random terms.
         self.weights = tuple(tensor.weight for tensor in step.inputs)
 
@@ -53,19 +56,34 @@ class Bilinear(Rule):
 
         part = walk.decide(self.group, [pair], self.step, y.dtype, measure, keep)
         _, _, alpha_a, alpha_b, _, _, _, beta_a, beta_b, inverse_a, inverse_b = part
-        with tf.GradientTape() as tape:
-            tape.watch(a)
-            y = product(a, _times(b, beta_a))
-        da = tape.gradient(y, a, output_gradients=dy)
-        with tf.GradientTape() as tape:
-            tape.watch(b)
-            y = product(_times(a, beta_b), b)
-        db = tape.gradient(y, b, output_gradients=dy)
+        scaled = _times(a, beta_b), _times(b, beta_a)
+        da, db = _vjps(product, (a, b), scaled, dy)
+
+        def made():
+            exact = [tf.cast(x, tf.float32) for x in (a, b, *scaled, dy)]
+            with in_float32(self._layers):
+                exact = _vjps(product, exact[:2], exact[2:4], exact[4])
+            return list(zip(exact, (da, db), strict=True))
+
+        walk.count(self.group, made)
         site_a, site_b = self.group.sites
         return [
             Scaled(alpha_a, da, inverse_a, (site_a,)),
             Scaled(alpha_b, db, inverse_b, (site_b,)),
         ]
+
+
+def _vjps(product, operands, scaled, dy):
+    """∇A with β_A·B for B, and ∇B with β_B·A for A."""
+    (a, b), (scaled_a, scaled_b) = operands, scaled
+    with tf.GradientTape() as tape:
+        tape.watch(a)
+        y = product(a, scaled_b)
+    da = tape.gradient(y, a, output_gradients=dy)
+    with tf.GradientTape() as tape:
+        tape.watch(b)
+        y = product(scaled_a, b)
+    return da, tape.gradient(y, b, output_gradients=dy)
 
 
 def _times(x, factor):

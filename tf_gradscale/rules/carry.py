@@ -6,6 +6,7 @@ import tensorflow as tf
 # keras.src: AutocastScope is not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
+from tf_gradscale.counters import as_kept
 from tf_gradscale.inner import Expression, Whole
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
@@ -125,7 +126,16 @@ class Measured(Carry):
         part = walk.decide(self.group, [pair], self.step, dtype, measure, keep, trial=True)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
-        return self._declared_vjp(tape, ys, xs, variables, pair, walk)
+        found = self._declared_vjp(tape, ys, xs, variables, pair, walk)
+
+        def made():
+            _, *results = found
+            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in results)
+            kept = dxs or dvs
+            return [(as_kept(kept, scaled), kept)]
+
+        walk.count(self.group, made)
+        return found
 
     def gradient_dtype(self, dys):
         """The dtype in which gradients are kept where β takes effect."""

@@ -135,15 +135,22 @@ class Gemm(Rule):
         else:
             dz_w = multiply(dz, beta_w)
         # Linear in the kernel: with βW in its place the kernel's gradient is the same.
-        with tf.GradientTape(persistent=apart) as tape:
-            kernel = tf.cast(weight * beta, x.dtype)
-            tape.watch([x, kernel])
-            y = product.apply(x, kernel)
-        if apart:
-            dx = tape.gradient(y, x, output_gradients=dz)
-            dw = tape.gradient(y, kernel, output_gradients=dz_w)
-        else:
-            dx, dw = tape.gradient(y, [x, kernel], output_gradients=dz_w)
+        kernel = tf.cast(weight * beta, x.dtype)
+        dx, dw = _vjp(product, x, kernel, dz if apart else dz_w, dz_w)
+
+        def made():
+            given, operand, scaled = (tf.cast(t, tf.float32) for t in (x, kernel, dz))
+            if kind == "cast":
+                scaled_w = tf.cast(dz_w, tf.float32)
+                exact, _ = _vjp(product, given, operand, scaled_w, scaled_w)
+                return [(scaled * beta_w, dz_w), (exact, dx)]
+            scaled_w = scaled * beta_w
+            exact, exact_w = _vjp(product, given, operand, scaled if apart else scaled_w, scaled_w)
+            # The gradient of a kernel that is not trained is made for nobody.
+            used = (exact_w, dw) if product.kernel.trainable else (tf.zeros([0]), tf.zeros([0]))
+            return [used, (exact, dx)]
+
+        walk.count(group, made)
         if product.kernel.trainable:
             walk.add(product.kernel, dw, inverse_w)
         return Scaled(alpha_x, dx, inverse, (group.sites[-1],))
@@ -160,6 +167,18 @@ class Gemm(Rule):
             keep = [rank - len(shape) + i for i, size in enumerate(shape) if size != 1]
         axes = [i for i in range(rank) if i not in keep]
         return tf.reshape(tf.reduce_sum(dz, axes), shape)
+
+
+def _vjp(product, x, kernel, dz, dz_w):
+    """∇X, to which ∇Z leads, and ∇W, to which β_W∇Z does."""
+    together = dz is dz_w
+    with tf.GradientTape(persistent=not together) as tape:
+        tape.watch([x, kernel])
+        y = product.apply(x, kernel)
+    if together:
+        return tape.gradient(y, [x, kernel], output_gradients=dz)
+    dx = tape.gradient(y, x, output_gradients=dz)
+    return dx, tape.gradient(y, kernel, output_gradients=dz_w)
 
 
 def _channel_axis(layer):
