@@ -1,6 +1,7 @@
 """What the callbacks report is what happens, and costs nothing when they are not there."""
 
 import csv
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tf_gradscale import counters, theory
 from tf_gradscale.callbacks import ScaleHistory, ScaleMonitor
 
 layers = keras.layers
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "callbacks.md").read_text("utf-8")
 LAMBDA, LOST, LARGEST = 2.0**-24, 2.0**-25, 65504.0
 BATCH = 16
 
@@ -341,7 +343,9 @@ def test_batches_without_number():
     x, y = np.ones((5 * BATCH, 3), "float32"), shares([1, 2, 3, 4, 5])
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     history, model = ScaleHistory(frequency=2), one_layer()
-    model.fit(data.filter(lambda x, y: True), epochs=2, verbose=0, callbacks=[history])
+    data = data.filter(lambda x, y: True)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=[history])
     np.testing.assert_array_equal(history.steps, [2, 4, 6, 8, 10])
     column = list(history.names).index("output")
     np.testing.assert_array_equal(16 * history.lost[:, column], [1.5, 3.5, 3.0, 2.5, 4.5])
@@ -688,5 +692,29 @@ def test_figure_without_matplotlib(history, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install tf_gradscale\[examples\]"):
         history.plot()
-    extras = (DOCS.parent / "setup.cfg").read_text("utf-8").split("[options.extras_require]")[1]
+    extras = (ROOT / "setup.cfg").read_text("utf-8").split("[options.extras_require]")[1]
     assert "matplotlib" in extras.split("examples =")[1].split("\n\n")[0]
+
+
+# --- Documentation -------------------------------------------------------------------------------
+
+
+def test_the_page_on_callbacks(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    printed = capsys.readouterr().out
+    assert "100% of the gradient underflow" in printed
+    lines = [line for line in printed.splitlines() if "loss" in line and "ms/step" in line]
+    assert lines and not any("log2_scale" in line for line in lines)
+    assert "lost/logits/input" in Path("scales.csv").read_text("utf-8")
+    assert np.load("scales.npz")["steps"].tolist() == names["scales"].steps.tolist()
+    assert Path("scales.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_on_callbacks_names_every_key():
+    logs = train(one_layer(), np.ones((BATCH, 3)), shares([1]), ScaleMonitor())
+    fields = {key.split("/")[0] for key in logs} - {"loss"}
+    assert all(f"`{field}/…`" in PAGE or f"`{field}`" in PAGE for field in fields)

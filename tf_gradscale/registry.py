@@ -195,7 +195,7 @@ class ScaleRegistry:
             counters.build(self._sites)
 
     def count(self, counters):
-        """Takes `counters.Counters`, which count in graphs that are traced while they are active."""
+        """Takes `counters.Counters`: they count in graphs that are traced while they are active."""
         self.counters.append(counters)
         if self.is_built:
             counters.build(self._sites)
