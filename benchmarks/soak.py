@@ -6,9 +6,9 @@ A small network is trained in a process of its own, which is killed (SIGKILL) at
 started again, and goes on from the last file that it saved. At random steps a batch is spoiled:
 inputs or targets that are not finite; a loss 10^6 times as large, of all examples or of one; a loss
 of zero. Then the same network is trained without interruption on the same batches, less those that
-started again, and goes on from the last file that it saved. At random steps a batch is spoiled:
-many of them need not have been, and how far the weights of the two are apart: in float32 by no bit,
-in float16 by what different scales round differently.
+cannot be used (inputs and targets that are not finite). Printed are how many steps were skipped,
+how many of them need not have been, and how far the weights of the two are apart: in float32 by no
+bit, in float16 by what different scales round differently.
 """
 
 import argparse
