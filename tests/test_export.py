@@ -649,12 +649,6 @@ def test_other_processes_need_no_tf_gradscale_for_what_is_inside(tmp_path):
         check_opened(build, found, wanted)
 
 
-def test_a_checkpoint_of_a_class_of_ones_own_needs_that_class_only(elsewhere):
-    found, wanted = (results["written checkpoint"] for results in elsewhere)
-    assert found["kind"] == "Written"
-    np.testing.assert_array_equal(np.array(found["y"], "float32"), wanted)
-
-
 def test_the_model_in_saved_models(elsewhere):
     """It tells the ten digits apart, and computes what NumPy does with its weights."""
     found = elsewhere[0]["digits"]

@@ -122,9 +122,8 @@ def test_a_loop_compiled_by_xla_is_checked_by_hand():
         optimizer.check_skips()
 
 
-def test_replicas_stop():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+def test_replicas_stop(mirrored):
+    with mirrored.scope():
         model = model_of(4)
     with pytest.raises(FloatingPointError, match="is the targets.*Received: 7 skipped"):
         fit(model, targets(), epochs=2)

@@ -111,11 +111,23 @@ def uninterrupted(kind, update_every):
     return state(model)
 
 
-EVERY = pytest.mark.parametrize("update_every", [1, 100])
-KINDS = pytest.mark.parametrize("kind", BUILD)
+slow = pytest.mark.slow
+# Each way to resume with each kind of model; a part of it is quick enough to run always.
+KINDS = pytest.mark.parametrize(
+    ("kind", "update_every"),
+    [
+        ("functional", 1),
+        ("own_call", 100),
+        *(
+            pytest.param(kind, every, marks=slow)
+            for kind in BUILD
+            for every in (1, 100)
+            if (kind, every) not in (("functional", 1), ("own_call", 100))
+        ),
+    ],
+)
 
 
-@EVERY
 @KINDS
 def test_the_whole_model_saved(kind, update_every, tmp_path):
     wanted = uninterrupted(kind, update_every)
@@ -130,7 +142,6 @@ def test_the_whole_model_saved(kind, update_every, tmp_path):
     assert_equal(state(loaded), wanted)
 
 
-@EVERY
 @KINDS
 def test_weights_with_the_optimizer(kind, update_every, tmp_path):
     wanted = uninterrupted(kind, update_every)
@@ -147,7 +158,6 @@ def test_weights_with_the_optimizer(kind, update_every, tmp_path):
     assert_equal(state(other), wanted)
 
 
-@EVERY
 @KINDS
 def test_a_checkpoint_of_tensorflow(kind, update_every, tmp_path):
     wanted = uninterrupted(kind, update_every)
@@ -178,8 +188,15 @@ class Stop(keras.callbacks.Callback):
             raise Interrupted
 
 
-@EVERY
-@pytest.mark.parametrize("kind", ["functional", "own_call"])
+@pytest.mark.parametrize(
+    ("kind", "update_every"),
+    [
+        ("functional", 100),
+        pytest.param("functional", 1, marks=slow),
+        pytest.param("own_call", 1, marks=slow),
+        pytest.param("own_call", 100, marks=slow),
+    ],
+)
 def test_backup_and_restore(kind, update_every, tmp_path):
     def fit(model, *callbacks):
         backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
@@ -201,7 +218,7 @@ def test_backup_and_restore(kind, update_every, tmp_path):
     assert_equal(state(model), state(wanted))
 
 
-@pytest.mark.parametrize("kind", ["functional", "own_call"])
+@pytest.mark.parametrize("kind", [pytest.param("functional", marks=slow), "own_call"])
 def test_model_checkpoint(kind, tmp_path):
     # At the end of each `fit` Keras puts averages in the place of weights.
     model = model_of(kind, use_ema=False)
@@ -291,6 +308,6 @@ def test_a_model_of_ones_own_must_be_called_before_it_is_loaded(tmp_path):
     train(model, 0, 1)
     model.save_weights(tmp_path / "model.weights.h5")
     other = model_of("own_call")
-    other.build((None, 6))
+    other(keras.Input((6,)))
     with pytest.raises(ValueError, match="must be called on a batch before.*Received: "):
         other.load_weights(tmp_path / "model.weights.h5")
