@@ -1,6 +1,7 @@
 """What the callbacks report is what happens, and costs nothing when they are not there."""
 
 import csv
+import doctest
 import re
 import sys
 from pathlib import Path
@@ -319,7 +320,7 @@ def test_every_third_batch_is_counted(way):
     history = ScaleHistory(frequency=1, rates=3)
     x, y = np.ones((5 * BATCH, 3), "float32"), shares([1, 2, 3, 4, 5])
     train(one_layer(**way), x, y, history)
-    column = list(history.names).index("output")
+    column = history.names.index("output")
     np.testing.assert_array_equal(16 * history.lost[:, column], [1, np.nan, np.nan, 4, np.nan])
 
 
@@ -330,7 +331,7 @@ def test_several_steps_in_an_execution():
     model = one_layer(steps_per_execution=3)
     logs = train(model, x, y, history, monitor)
     np.testing.assert_array_equal(history.steps, [3, 6, 8])
-    column = list(history.names).index("output")
+    column = history.names.index("output")
     np.testing.assert_allclose(16 * history.lost[:, column], [2.0, 5.0, 7.5], rtol=1e-6)
     np.testing.assert_allclose(logs["lost/output"], [4.5 / 16], rtol=1e-6)
     # Counted on in a second training.
@@ -347,7 +348,7 @@ def test_batches_without_number():
     with pytest.warns(UserWarning, match="ran out of data"):
         model.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=[history])
     np.testing.assert_array_equal(history.steps, [2, 4, 6, 8, 10])
-    column = list(history.names).index("output")
+    column = history.names.index("output")
     np.testing.assert_array_equal(16 * history.lost[:, column], [1.5, 3.5, 3.0, 2.5, 4.5])
 
 
@@ -359,7 +360,7 @@ def test_replicas(mirrored):
     y = shares([16, 0, 8, 4])
     x = np.ones((len(y), 3), "float32")
     logs = train(model, x, y, ScaleMonitor(), history, batch=2 * BATCH)
-    column = list(history.names).index("output")
+    column = history.names.index("output")
     np.testing.assert_allclose(history.lost[:, column], [0.5, 6 / 16], rtol=1e-6)
     np.testing.assert_allclose(logs["lost/output"], [7 / 16], rtol=1e-6)
     np.testing.assert_array_equal(history.scales[:, column], [2.0**-20] * 2)
@@ -388,15 +389,13 @@ def operations(graph):
     return len(graph.node), sorted(functions)
 
 
-def recording():
-    """A model with products, a cast, a branch and a mean, and a batch."""
+def recording(through):
+    """A model of a layer and what its output goes through, and a batch."""
     with gs.policy_scope("mixed_float16"):
         inputs = keras.Input((4, 6))
-        x = layers.Dense(8, activation="relu")(layers.LayerNormalization()(inputs))
-        x = layers.GlobalAveragePooling1D()(layers.Add()([x, layers.Dense(8)(x)]))
-        model = Recording(inputs, layers.Dense(3)(x))
+        model = Recording(inputs, through(layers.Dense(3)(inputs)))
     model.compile("sgd", "mse", jit_compile=False)
-    return model, np.ones((64, 4, 6), "float32"), np.ones((64, 3), "float32")
+    return model, np.ones((64, 4, 6), "float32"), np.ones((64, *model.output_shape[1:]), "float32")
 
 
 def traced(model, *batch_and_callbacks):
@@ -407,7 +406,11 @@ def traced(model, *batch_and_callbacks):
 
 
 def test_switched_off_it_adds_no_operation():
-    model, *batch = recording()
+    def through(x):
+        """A branch, a product of two activations and a mean."""
+        return layers.GlobalAveragePooling1D()(layers.Dot((2, 1))([x, layers.Reshape((3, 4))(x)]))
+
+    model, *batch = recording(through)
     *_, plain = traced(model, *batch)
     model.train_function = None
     assert traced(model, *batch, ScaleMonitor(rates=False), ScaleHistory(1, rates=False)) == [plain]
@@ -425,7 +428,7 @@ def test_an_interrupted_training_does_not_go_on_counting():
     def interrupt(batch, logs):
         raise KeyboardInterrupt
 
-    model, *batch = recording()
+    model, *batch = recording(lambda x: layers.Flatten()(x))
     *_, plain = traced(model, *batch)
     stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
     monitor = ScaleMonitor()
@@ -476,7 +479,7 @@ def test_a_model_with_a_call_of_its_own(called):
     sites = {key.split("/", 1)[1] for key in logs if "/" in key}
     assert sites == {"output", "second/kernel", "second/input"}
     assert [logs[f"underflow/{site}"] for site in sorted(sites)] == [[0.0]] * 3
-    assert list(history.names) == [site.name for site in model.scales]
+    assert history.names == [site.name for site in model.scales]
     np.testing.assert_array_equal(history.scales[-1], [site.scale for site in model.scales])
     with pytest.raises(ValueError, match="sites are .*second/kernel"):
         train(model, x, y, ScaleMonitor(sites="third"))
@@ -629,7 +632,7 @@ def history():
 
 def test_arrays(history):
     names = ["output", "dense/kernel", "dense/input"]
-    assert (list(history.names), list(history.kinds)) == (names, ["cast", "variable", "gemm"])
+    assert (history.names, history.kinds) == (names, ["cast", "variable", "gemm"])
     np.testing.assert_array_equal(history.steps, [2, 4, 6])
     np.testing.assert_array_equal(history.skipped_steps, [0, 0, 0])
     np.testing.assert_array_equal(
@@ -663,7 +666,7 @@ def test_figure(history, tmp_path):
     figure = history.plot(tmp_path / "scales.png")
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
     scales, means, rates = [axes for axes in figure.axes if axes.get_xlabel()]
-    assert [label.get_text() for label in scales.get_yticklabels()] == list(history.names)
+    assert [label.get_text() for label in scales.get_yticklabels()] == history.names
     # The first site of backpropagation is on top.
     assert scales.yaxis_inverted()
     (mesh,) = scales.collections
@@ -712,6 +715,12 @@ def test_the_page_on_callbacks(tmp_path, monkeypatch, capsys):
     assert "lost/logits/input" in Path("scales.csv").read_text("utf-8")
     assert np.load("scales.npz")["steps"].tolist() == names["scales"].steps.tolist()
     assert Path("scales.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_examples():
+    names = {"keras": keras, "np": np, "convert": gs.convert}
+    result = doctest.testmod(gs.callbacks, extraglobs=names)
+    assert (result.failed, result.attempted) == (0, 10)
 
 
 def test_the_page_on_callbacks_names_every_key():

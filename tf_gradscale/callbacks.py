@@ -46,7 +46,7 @@ class ScaleMonitor(Watcher):
 
     Example:
 
-    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")]))
     >>> model.compile("sgd", "mse")
     >>> monitor = ScaleMonitor(sites="input")
     >>> history = model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0, callbacks=[monitor])
@@ -107,8 +107,8 @@ class ScaleHistory(Watcher):
         rates: As in `ScaleMonitor`. The rates of a row are means since the one before.
 
     Attributes:
-        names: Names of the sites, in the order in which backpropagation meets them, (S,).
-        kinds: Their kinds, (S,).
+        names: Names of the sites, a list, in the order in which backpropagation meets them.
+        kinds: Their kinds, a list.
         steps: After how many training steps each row was taken, (T,).
         skipped_steps: How many steps the optimizer had skipped in all, (T,).
         scales: β, the local scales (dimensionless, powers of two, multiply the gradient), (T, S).
@@ -120,11 +120,11 @@ class ScaleHistory(Watcher):
 
     Example:
 
-    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+    >>> model = convert(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")]))
     >>> model.compile("sgd", "mse")
     >>> scales = ScaleHistory(frequency=2)
     >>> _ = model.fit(np.ones((8, 4)), np.ones((8, 2)), 1, verbose=0, callbacks=[scales])
-    >>> scales.steps.tolist(), scales.scales.shape, list(scales.names)
+    >>> scales.steps.tolist(), scales.scales.shape, scales.names
     ([2, 4, 6, 8], (4, 2), ['dense/kernel', 'dense/input'])
 
     Reference:
@@ -134,8 +134,7 @@ class ScaleHistory(Watcher):
 
     def __init__(self, frequency=10, sites=None, rates=True):
         super().__init__(frequency, sites, rates)
-        self.names = self.kinds = np.array([], str)
-        self._rows = []
+        self.names, self.kinds, self._rows = [], [], []
 
     def on_epoch_end(self, epoch, logs=None):
         """Takes a row after each epoch, if that was asked for."""
@@ -146,12 +145,12 @@ class ScaleHistory(Watcher):
         """Takes a row."""
         snapshot = self.snapshot()
         if not self._rows:
-            self.names, self.kinds = snapshot.names, snapshot.kinds
-        elif not np.array_equal(self.names, snapshot.names):
+            self.names, self.kinds = snapshot.names.tolist(), snapshot.kinds.tolist()
+        elif self.names != snapshot.names.tolist():
             raise ValueError(
                 "A ScaleHistory keeps the scales of one model; make a new one for another. "
-                f"Received: a model with sites {list(snapshot.names)}, after one with "
-                f"{list(self.names)}"
+                f"Received: a model with sites {snapshot.names.tolist()}, after one with "
+                f"{self.names}"
             )
         rates = means(snapshot.sums)
         rates["lost"][snapshot.kinds == "measured"] = np.nan
