@@ -41,6 +41,7 @@ PRIVATE = {
     "_functional",
     "_inbound_nodes",
     "_inputs_struct",
+    "_iterations",
     "_kernel",
     "_keras_history",
     "_keras_mask",

@@ -14,7 +14,7 @@ from keras.src.saving import object_registration
 from tf_gradscale.export import is_plain_forward, plainly
 from tf_gradscale.model import GradientScaling, check_layers
 from tf_gradscale.policy import checked
-from tf_gradscale.region import Region
+from tf_gradscale.region import Region, making_graphs
 from tf_gradscale.tracing import trace_call
 
 
@@ -131,8 +131,9 @@ class Handwritten(InPlace):
         args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))
         flat = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
         key = _key(args, kwargs)
-        if key not in region:
-            self._add_call(args, kwargs, key)
+        with making_graphs:
+            if key not in region:
+                self._add_call(args, kwargs, key)
         return region(flat, training, key)
 
     def _add_call(self, args, kwargs, key):

@@ -13,7 +13,7 @@ from tf_gradscale.export import exporting, is_plain_forward, plain_forward, plai
 from tf_gradscale.graph import function_of, scope_dtype
 from tf_gradscale.optimizer import GradScaleOptimizer
 from tf_gradscale.policy import checked, default_config
-from tf_gradscale.region import Region
+from tf_gradscale.region import Region, making_graphs
 from tf_gradscale.registry import autocast_off
 from tf_gradscale.tracing import trace
 
@@ -51,12 +51,17 @@ class GradientScaling:
                 "scaled. Start it with a keras.Input, or build it. Received: an unbuilt Sequential"
             )
         if self._gradscale.function is not function:
-            check_layers(self)
-            traced = functools.partial(trace, function, scope_dtype(self), warned=set())
-            self._gradscale.function = function
-            self._gradscale.region = Region(self.config)
-            self._gradscale.region.add(traced)
+            with making_graphs:
+                self._make_region(function)
         return self._gradscale.region
+
+    def _make_region(self, function):
+        state = self._gradscale
+        if state.function is not function:
+            check_layers(self)
+            region = Region(self.config)
+            region.add(functools.partial(trace, function, scope_dtype(self), warned=set()))
+            state.region, state.function = region, function
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         if is_plain_forward():

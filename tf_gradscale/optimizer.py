@@ -8,6 +8,20 @@ from tf_gradscale.config import GradScaleConfig
 from tf_gradscale.tensors import multiply
 
 
+def _of_inner(name, doc):
+    """A setting that the optimizer inside has, read and set there."""
+
+    def read(self):
+        return getattr(self.inner_optimizer, name)
+
+    def write(self, value):
+        # Keras' constructor sets defaults before there is an optimizer inside.
+        if hasattr(self, "inner_optimizer"):
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
 @keras.saving.register_keras_serializable(package="tf_gradscale")
 class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer for use with gradient scaling. `Model.compile` does it by itself.
@@ -63,6 +77,16 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Whether somebody else looks at `skips_in_a_row`.
         self.watched = False
 
+    weight_decay = _of_inner("weight_decay", "Share of a weight that a step takes off.")
+    clipnorm = _of_inner("clipnorm", "Largest norm of a gradient; in units of the true one.")
+    global_clipnorm = _of_inner("global_clipnorm", "Largest norm of all gradients together.")
+    clipvalue = _of_inner("clipvalue", "Largest magnitude of a gradient's entries.")
+    optimizers = _of_inner("optimizers", "Those of a `keras.optimizers.MultiOptimizer`.")
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        """Names variables that do not decay; before the first step, as in Keras."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
     @property
     def scales(self):
         """The `ScaleRegistry` whose scales this optimizer works with, or `None`."""
@@ -94,8 +118,26 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.applied_steps = self.add_variable(name="applied_steps", **counter)
         self.skipped_steps = self.add_variable(name="skipped_steps", **counter)
         self.skips_in_a_row = self.add_variable(name="skips_in_a_row", **counter)
-        self.inner_optimizer.build(var_list)
+        # It may be in use already; not every optimizer asks itself.
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(var_list)
         keras.optimizers.Optimizer.build(self, var_list)
+
+    def set_weights(self, weights):
+        """Assigns arrays to `variables`, in their order.
+
+        Raises:
+            ValueError: If it is not built, or their number or shapes are others.
+        """
+        own = len(self.variables) - len(self.inner_optimizer.variables)
+        if self.built and len(weights) != len(self.variables):
+            raise ValueError(
+                "`set_weights` takes as many arrays as the optimizer has `variables`, which is "
+                f"{len(self.variables)}. Received: {len(weights)} arrays"
+            )
+        # Keras' own: if it is not built, it says so.
+        super().set_weights(weights[:own])
+        self.inner_optimizer.set_weights(weights[own:])
 
     def load_own_variables(self, store):
         """Takes the state from a file.
@@ -103,6 +145,10 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If it is not that of the same optimizer with the scales of the same model.
         """
+        if not self.built:
+            # Keras' own warns that there is nothing to load into, as of a copy of an optimizer.
+            super().load_own_variables(store)
+            return
         found = {name: tuple(store[name].shape) for name in store.keys()}
         wanted = {str(i): tuple(v.shape) for i, v in enumerate(self.variables)}
         if found != wanted:
@@ -178,16 +224,46 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._scales is not None:
             self._scales.request_update()
 
+    def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+        """Not for TensorFlow, as Keras says: a step changes variables."""
+        return keras.optimizers.Optimizer.stateless_apply(
+            self, optimizer_variables, grads, trainable_variables
+        )
+
+    def apply_gradients(self, grads_and_vars):
+        """Applies (gradient, variable) pairs, unless a gradient is not finite.
+
+        Returns:
+            The number of steps of the optimizer inside; of batches, if it accumulates gradients.
+        """
+        super().apply_gradients(grads_and_vars)
+        # `iterations` counts updates, and Keras gives batches here.
+        return self.inner_optimizer._iterations
+
     def apply(self, grads, trainable_variables=None):
         """Applies gradients to variables, unless one is not finite.
 
         Args:
             grads: List of gradients, `None` for none.
-            trainable_variables: The variables, in the same order.
+            trainable_variables: The variables, in the same order; may be left out once the
+                optimizer is built.
+
+        Raises:
+            ValueError: If it knows no variables, is called outside of a replica, was made outside
+                of `strategy.scope()`, or gradients have lost their scales.
+            FloatingPointError: If too many steps in a row were skipped (`check_skips`).
         """
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
+        elif grads and not self.built:
+            raise ValueError(
+                "Gradients without variables are taken once the optimizer is built for these: "
+                "call `optimizer.build(trainable_variables)` first. "
+                f"Received: a list of {len(grads)} gradients"
+            )
+        if not grads:
+            return
         if not self.built:
             # init_scope: a merged condition (below) cannot run where its variables are made.
             with tf.init_scope(), keras.name_scope(self.name):
@@ -277,3 +353,9 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The arguments, less `scales`, which `Model.compile` gives anew."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        """Makes one of what `get_config` gave."""
+        # Keras' own takes entries out.
+        return super().from_config(dict(config), custom_objects)

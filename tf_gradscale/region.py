@@ -1,5 +1,6 @@
 """A graph run as one differentiable function, with Algorithm 1 as its backward pass."""
 
+import threading
 from typing import Any
 
 import keras
@@ -17,6 +18,10 @@ from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
 from tf_gradscale.tensors import identity, multiply
 from tf_gradscale.walk import Walk
+
+# One thread at a time makes graphs: meanwhile some of what Keras has once for all is replaced
+# (shapes.dynamic_shapes), and the layers are run in a way of their own (opening.open_call).
+making_graphs = threading.RLock()
 
 _DEFERRED = object()
 
@@ -50,24 +55,32 @@ class Region:
                 does may depend on it.
             key: What the graphs are for, where there are several.
         """
-        self._traces[key] = trace
-        program = self._program(key, True)
-        if program.graph.told:
-            # What it has besides must be known before the scales are made; `None` is taken for
-            # `False` by all but the code that tells them apart.
-            self._program(key, False)
-        if not self.scales.is_built:
-            weights = _distinct(w for program in self._programs.values() for w in program.weights())
-            self.scales.build(weights, len(program.graph.head))
+        with making_graphs:
+            self._traces[key] = trace
+            program = self._program(key, True)
+            if program.graph.told:
+                # What it has besides must be known before the scales are made; `None` is taken
+                # for `False` by all but the code that tells them apart.
+                self._program(key, False)
+            if not self.scales.is_built:
+                made = self._programs.values()
+                weights = _distinct(w for program in made for w in program.weights())
+                self.scales.build(weights, len(program.graph.head))
 
     def _program(self, key, training):
         if (key, training) not in self._programs:
-            # Graphs of their own are made to try out layers; none may be left in the model's.
-            with tf.init_scope():
-                self.scales.begin()
-                program = _Program(self._traces[key](training), self.config, self.scales)
-            self._programs[key, training] = program
+            with making_graphs:
+                self._programs[key, training] = self._made(key, training)
         return self._programs[key, training]
+
+    def _made(self, key, training):
+        if (key, training) in self._programs:
+            # By another thread, meanwhile.
+            return self._programs[key, training]
+        # Graphs of their own are made to try out layers; none may be left in the model's.
+        with tf.init_scope():
+            self.scales.begin()
+            return _Program(self._traces[key](training), self.config, self.scales)
 
     def __contains__(self, key):
         return key in self._traces
