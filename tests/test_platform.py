@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src import ops as keras_ops
 from keras.src.backend import AutocastScope
 from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional
@@ -61,6 +62,7 @@ MODULES = {
     "keras.src",
     "keras.src.backend",
     "keras.src.backend.common",
+    "keras.src.backend.common.stateless_scope",
     "keras.src.backend.common.symbolic_scope",
     "keras.src.layers.layer",
     "keras.src.models.functional",
@@ -637,6 +639,19 @@ def test_keras_tries_layers_out_in_a_symbolic_scope():
     layer(keras.KerasTensor((None, 2)))
     layer(tf.ones((1, 2)))
     assert seen == [True, False]
+
+
+def test_stateless_scopes_note_updates():
+    """in_stateless_scope: whether variables keep their values; the scope has the new ones."""
+    norm = layers.BatchNormalization(momentum=0.5)
+    norm.build((None, 1))
+    assert not in_stateless_scope()
+    with keras.StatelessScope() as scope:
+        assert in_stateless_scope()
+        norm(tf.constant([[1.0], [3.0]]), training=True)
+    assert float(norm.moving_mean[0]) == 0.0
+    assert float(scope.get_current_value(norm.moving_mean)[0]) == 1.0
+    assert scope.get_current_value(norm.gamma) is None
 
 
 def test_stateless_scopes_give_values():

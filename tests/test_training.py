@@ -362,6 +362,20 @@ def test_bfloat16_models_are_left_as_they_are():
     assert all(site.scale == 1 for site in converted.scales)
 
 
+def test_no_scale_in_a_bfloat16_model_before_float32_layers():
+    """Their gradients are cast to bfloat16, not to float16."""
+    with gs.policy_scope("mixed_bfloat16"):
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(8)(inputs)
+        x = keras.layers.Dense(8, dtype="float32", activation="tanh")(x)
+        x = keras.layers.BatchNormalization(dtype="float32")(keras.layers.Dense(8)(x))
+        model = gs.convert(keras.Model(inputs, keras.layers.Dense(3)(x)))
+    with tf.GradientTape() as tape:
+        loss = 1e-6 * tf.reduce_mean(tf.square(model(X[:4], training=True)))
+    tape.gradient(loss, model.trainable_variables)
+    assert [site.name for site in model.scales if site.scale != 1] == []
+
+
 def test_steps_per_execution_changes_no_bit():
     histories = []
     with gs.policy_scope("mixed_float16"):

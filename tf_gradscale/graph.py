@@ -10,6 +10,8 @@ import keras
 from keras.src.backend import AutocastScope
 from keras.src.models.functional import Functional
 
+from tf_gradscale.moving import finite_statistics
+
 
 @dataclasses.dataclass(eq=False)
 class Tensor:
@@ -90,12 +92,14 @@ class Step:
             with AutocastScope(self.autocast_dtype):
                 return self.operation(*args, **kwargs)
         if method is None:
-            return self.operation(*args, **kwargs)
+            with finite_statistics(self.operation):
+                return self.operation(*args, **kwargs)
         accepted = inspect.signature(method).parameters
         mask = getattr(inputs[0], "_keras_mask", None)
         if mask is not None and "mask" in accepted:
             kwargs.setdefault("mask", mask)
-        return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
+        with finite_statistics(self.operation):
+            return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
 
 
 @dataclasses.dataclass(eq=False)

@@ -323,7 +323,8 @@ class _Program:
             gradient = tf.convert_to_tensor(pair.gradient)
             if edge is not _DEFERRED:
                 if edge is not None:
-                    kept = self.config.gradient_dtype
+                    # A loss may be float32; what it is made of is not (`_loss_edge`).
+                    kept = self.config.gradient_dtype if tensor.dtype == "float32" else None
                     pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1], kept)
                     gradient = pair.gradient
                 gradient = tf.cast(gradient, tensor.dtype)
