@@ -510,7 +510,8 @@ def scaled_inside(convert):
 def test_strip_makes_what_is_inside_plain_too(build, outside):
     gs.set_global_policy("mixed_float16")
     model = outside(build(gs.convert))
-    model.compile("sgd", "mse", jit_compile=False)
+    # In a graph TensorFlow may fuse what is plain, and round once less.
+    model.compile("sgd", "mse", run_eagerly=True)
     x = batch(several if build is scaled_inside else build)
     plain = gs.strip(model)
     assert not any(
@@ -520,6 +521,7 @@ def test_strip_makes_what_is_inside_plain_too(build, outside):
     assert not plain.compiled
     # The same variables, not copies.
     assert [id(w) for w in plain.weights] == [id(w) for w in model.weights]
+    plain.compile(run_eagerly=True)
     wanted = keras.tree.flatten(model.predict(x, verbose=0))
     found = keras.tree.flatten(plain.predict(x, verbose=0))
     assert [y.dtype for y in found] == [y.dtype for y in wanted] == [np.float16] * len(wanted)
@@ -528,6 +530,19 @@ def test_strip_makes_what_is_inside_plain_too(build, outside):
     # And the model is still scaled, inside as well.
     assert isinstance(model, gs.Model) == (outside is gs.convert)
     assert any(isinstance(layer, gs.Sequential) for layer in layers_inside(model))
+
+
+@pytest.mark.parametrize("outside", [gs.convert, as_it_is])
+def test_strip_says_what_it_cannot_take_out(outside):
+    inner = gs.convert(keras.Sequential([keras.Input((3,)), layers.Dense(2)], name="inner"))
+    inputs = keras.Input((4, 3))
+    model = outside(keras.Model(inputs, layers.TimeDistributed(inner)(inputs), name="outer"))
+    with pytest.raises(ValueError, match="Received: 'inner' within another layer of 'outer'"):
+        gs.strip(model)
+    # As the message says.
+    model = keras.Model(inputs, layers.TimeDistributed(gs.strip(inner))(inputs))
+    plain = gs.strip(gs.convert(model))
+    assert not any(isinstance(layer, gs.Sequential) for layer in layers_inside(plain))
 
 
 def test_strip_takes_the_optimizer_from_a_model_converted_in_place():
