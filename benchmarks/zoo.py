@@ -17,6 +17,7 @@ gradients in float16 are noise whatever scales them, and there is no floor; both
 
 import argparse
 import collections
+import functools
 import gc
 import json
 import os
@@ -115,10 +116,18 @@ class Bench:
         batch = [tf.constant(x) for x in self.architecture.batch(rng, self.size)]
         if self.architecture.frozen:
             _calibrate(fresh, batch[0])
+        self._take(fresh)
+        if self.architecture.frozen:
+            outputs = [model(batch[0], training=False) for model in self.plain]
+            if not all(np.all(np.isfinite(y)) for y in keras.tree.flatten(outputs)):
+                _calibrate_in_turn(fresh, batch[0])
+                self._take(fresh)
+        return batch
+
+    def _take(self, fresh):
         for models in (self.true, self.plain, self.ours):
             for model, new in zip(models, fresh, strict=True):
                 model.set_weights(new.get_weights())
-        return batch
 
     def errors(self, seed, multipliers=(1.0,), sweep=SWEEP):
         """Errors by variable: of ours for each multiplier, of plain for each loss scale."""
@@ -139,17 +148,40 @@ def _calibrate(models, x):
     what is left of them without it is mostly rounding errors.
     """
     for model in models:
-        found = [
-            layer
-            for layer in model._flatten_layers()
-            if isinstance(layer, keras.layers.BatchNormalization)
-        ]
+        found = _normalisations(model)
         for layer in found:
             layer.momentum = 0.0
         model(x, training=True)
         for layer in found:
             layer.moving_variance.assign(layer.moving_variance + layer.moving_mean**2)
             layer.moving_mean.assign(0.0 * layer.moving_mean)
+
+
+def _calibrate_in_turn(models, x):
+    """The same, each set when its turn comes, on what those before it make of the batch.
+
+    For networks so deep that activations leave float16's range by what `_calibrate` leaves to
+    deviate. Their images look all the more alike, and gradients in float16 are noise.
+    """
+    for model in models:
+        found = _normalisations(model)
+        for layer in found:
+            # In the layer's own dictionary, where it comes before the class's.
+            vars(layer)["call"] = functools.partial(_calibrating_call, layer)
+        model(x, training=False)
+        for layer in found:
+            del vars(layer)["call"]
+
+
+def _normalisations(model):
+    return [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
+
+
+def _calibrating_call(layer, x, **kwargs):
+    axes = [i for i in range(len(x.shape)) if i != layer.axis % len(x.shape)]
+    layer.moving_mean.assign(keras.ops.zeros_like(layer.moving_mean))
+    layer.moving_variance.assign(keras.ops.mean(keras.ops.square(x), axis=axes))
+    return type(layer).call(layer, x, training=False)
 
 
 def plateau(plain):

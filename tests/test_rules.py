@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tf_gradscale as gs
-from tf_gradscale.rules import gemm, normalization
+from tf_gradscale.rules import normalization, products
 
 layers = keras.layers
 
@@ -98,7 +98,7 @@ def build(name, policy):
 
 def test_every_layer_of_the_tables_is_tested():
     kinds = {type(make()) for make, _ in PRODUCTS.values()}
-    assert kinds == set(gemm.PRODUCTS)
+    assert kinds == set(products.PRODUCTS)
     assert {type(make()) for make, _ in NORMALIZATIONS.values()} >= set(normalization.LAYERS)
 
 
@@ -211,14 +211,14 @@ def test_accumulation_length(name):
         tape.watch(x)
         total = tf.reduce_sum(layer(x))
     counted = interior(tape.gradient(total, x).numpy(), layer)
-    products = gemm.PRODUCTS[type(layer)](layer)
-    assert np.prod([product.n for product in products]) == pytest.approx(counted.mean())
+    made = products.PRODUCTS[type(layer)](layer)
+    assert np.prod([product.n for product in made]) == pytest.approx(counted.mean())
 
 
 def test_separable_convolutions_are_two_products():
     layer = layers.SeparableConv2D(7, (3, 5), strides=2, depth_multiplier=4)
     layer.build((None, 16, 16, 3))
-    depthwise, pointwise = gemm.PRODUCTS[type(layer)](layer)
+    depthwise, pointwise = products.PRODUCTS[type(layer)](layer)
     assert depthwise.kernel is layer.depthwise_kernel
     assert pointwise.kernel is layer.pointwise_kernel
     # 3·5 kernel positions, of which a stride of 2×2 reaches a quarter; 4 channels each.
@@ -237,7 +237,7 @@ def test_kernel_gradients_are_bounded_by_the_channels(name):
             return np.sqrt(squares.sum())
         return np.sqrt(np.moveaxis(squares, axis, 0).reshape(tensor.shape[axis], -1).sum(1).max())
 
-    for product in gemm.PRODUCTS[type(layer)](layer):
+    for product in products.PRODUCTS[type(layer)](layer):
         kernel = tf.convert_to_tensor(product.kernel.value)
         with tf.GradientTape() as tape:
             tape.watch(kernel)
@@ -248,3 +248,66 @@ def test_kernel_gradients_are_bounded_by_the_channels(name):
         bound = largest_norm(x, product.x_axis) * largest_norm(weights, product.y_axis)
         assert found <= bound * (1 + 1e-5)
         x = y
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_dot_of_two_activations(normalize):
+    """Normalized, it is no product of its operands: a scale in one would be lost."""
+    a, b = keras.Input((6,)), keras.Input((6,))
+    x, y = layers.Dense(8)(a), layers.Dense(8)(b)
+    plain = keras.Model([a, b], layers.Dense(1)(layers.Dot(1, normalize=normalize)([x, y])))
+    scaled = gs.convert(plain, gs.GradScaleConfig(gradient_dtype="float32"))
+    scaled.scales.freeze(lambda site: 8.0)
+    assert any(site.name.endswith("/a") for site in scaled.scales) != normalize
+    inputs = [normal((4, 6), 1), normal((4, 6), 2)]
+    found = []
+    for model in (plain, scaled):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(inputs) - 1.0))
+        found.append(tape.gradient(loss, model.trainable_variables))
+    for true, ours in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, true, rtol=2e-5, atol=1e-7)
+
+
+MATRICES = {
+    "ab,bc->ac": 1,
+    "abc,cd->abd": 1,
+    "abcd,cde->abe": 2,
+    "abc,cde->abde": 1,
+    "...b,bc->...c": 1,
+    "a...b,bc->a...c": 1,
+    # Contracted over an axis that is not the last; of another order; transposed.
+    "abc,bd->adc": None,
+    "abc,cd->adb": None,
+    "abc,dc->adb": None,
+    "abc,bcd->adb": None,
+    # An axis of x that is summed over alone; one that stands in both and in the result.
+    "abc,cd->bd": None,
+    "abc,bcd->abd": None,
+}
+
+
+@pytest.mark.parametrize("equation", MATRICES)
+def test_which_einsums_are_matrix_products(equation):
+    operands, output = equation.split("->")
+    assert products._contracted(*operands.split(","), output) == MATRICES[equation]
+
+
+@pytest.mark.parametrize("name", ["dense", "dense_on_a_map", "einsum_of_two_axes"])
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_of_matrix_products_in_closed_form(name, together):
+    """Against those of a tape, with a gradient of its own for each operand or one for both."""
+    make, shape = PRODUCTS[name]
+    layer = make()
+    x = normal((3, *shape), 1)
+    layer.build(x.shape)
+    (product,) = products.PRODUCTS[type(layer)](layer)
+    kernel = tf.convert_to_tensor(product.kernel.value)
+    dz = normal(product.apply(x, kernel).shape, 2)
+    dz_w = dz if together else 4.0 * dz
+    assert product.contracted
+    found = product.vjp(x, kernel, dz, dz_w)
+    wanted = product._replace(contracted=None).vjp(x, kernel, dz, dz_w)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -86,6 +86,8 @@ APPLICATIONS = [
     "MobileNetV3Small",
     "EfficientNetB0",
 ]
+# Untrained, they make any rounding of float16 larger than the gradient itself.
+NO_FLOOR = {"EfficientNetB0"}
 
 
 @pytest.mark.parametrize(
@@ -113,5 +115,6 @@ def test_applications(name):
     """With frozen batch normalisations: those of a few images make any rounding grow."""
     subject = zoo.Bench(architectures.application(name, frozen=True), "xla", size=4)
     found, floor = ratios(subject, 0)
-    assert floor < 0.5
+    # Elsewhere both are noise, and of one size.
+    assert (floor < zoo.NOISE) == (name not in NO_FLOOR), floor
     assert np.all(found <= ONE_SEED), np.round(found, 3)

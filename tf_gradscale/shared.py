@@ -28,8 +28,14 @@ class Shared:
         if key not in self._traces:
             # The structure alone: a tensor would keep the whole graph of its model alive.
             structure = tf.nest.map_structure(lambda _: None, args)
+
+            def run(*flat):
+                made = self._function(*tf.nest.pack_sequence_as(structure, flat), **static)
+                # For those who differentiate the finished graph; a tape does not see the call.
+                return tf.nest.map_structure(tf.stop_gradient, made)
+
             self._traces[key] = tf.function(
-                lambda *flat: self._function(*tf.nest.pack_sequence_as(structure, flat), **static),
+                run,
                 input_signature=[tf.TensorSpec(None, dtype) for dtype in dtypes],
                 autograph=False,
                 experimental_attributes={"_noinline": True},

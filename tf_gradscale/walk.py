@@ -86,9 +86,9 @@ class Walk:
                 lambda: measure(tf.constant(True), stored, retreat, self._frozen),
                 lambda: tf.identity(stored),
             )
+            part = tf.stop_gradient(part)
         else:
             part = measure(self._updating, stored, retreat, self._frozen)
-        part = tf.stop_gradient(part)
         part.set_shape([group.size])
         self._parts[group.index] = part
         return tf.unstack(part)

@@ -57,12 +57,12 @@ class Bilinear(Rule):
         part = walk.decide(self.group, [pair], self.step, y.dtype, measure, keep)
         _, _, alpha_a, alpha_b, _, _, _, beta_a, beta_b, inverse_a, inverse_b = part
         scaled = _times(a, beta_b), _times(b, beta_a)
-        da, db = _vjps(product, (a, b), scaled, dy)
+        da, db = _vjps(product, scaled, dy)
 
         def made():
-            exact = [tf.cast(x, tf.float32) for x in (a, b, *scaled, dy)]
+            exact = [tf.cast(x, tf.float32) for x in (*scaled, dy)]
             with in_float32(self._layers):
-                exact = _vjps(product, exact[:2], exact[2:4], exact[4])
+                exact = _vjps(product, exact[:2], exact[2])
             return list(zip(exact, (da, db), strict=True))
 
         walk.count(self.group, made)
@@ -73,17 +73,15 @@ class Bilinear(Rule):
         ]
 
 
-def _vjps(product, operands, scaled, dy):
-    """∇A with β_A·B for B, and ∇B with β_B·A for A."""
-    (a, b), (scaled_a, scaled_b) = operands, scaled
+def _vjps(product, scaled, dy):
+    """∇A with β_A·B for B, and ∇B with β_B·A for A.
+
+    One vjp for both: the gradient of an operand of a product does not depend on the operand.
+    """
     with tf.GradientTape() as tape:
-        tape.watch(a)
-        y = product(a, scaled_b)
-    da = tape.gradient(y, a, output_gradients=dy)
-    with tf.GradientTape() as tape:
-        tape.watch(b)
-        y = product(scaled_a, b)
-    return da, tape.gradient(y, b, output_gradients=dy)
+        tape.watch(scaled)
+        y = product(*scaled)
+    return tape.gradient(y, scaled, output_gradients=dy)
 
 
 def _times(x, factor):
@@ -97,7 +95,8 @@ def _name(operation):
     package = kind.__module__
     if package.startswith(("keras.src.ops.", "tf_gradscale.attention")):
         return kind.__name__
-    return kind if kind is keras.layers.Dot else None
+    # Of operands brought to length 1 it is not linear: a scale in one would be lost.
+    return kind if kind is keras.layers.Dot and not operation.normalize else None
 
 
 def _size(x):

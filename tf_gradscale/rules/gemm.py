@@ -1,30 +1,14 @@
 """f_G: products of an activation with a kernel (lines 2 to 7 of Algorithm 1)."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
+from tf_gradscale.rules.products import PRODUCTS, channel_axis, product_class
 from tf_gradscale.tensors import multiply
-
-
-class Product(NamedTuple):
-    """One bilinear map of a layer.
-
-    `apply`: (x, kernel) → product, as Keras computes it. `kernel`: the Keras variable. `n`: the
-    accumulation length N of ∇X, how many products are summed into one of its entries. `x_axis`
-    and `y_axis`: where the channels that the kernel mixes lie in input and output, or `None`.
-    """
-
-    apply: Callable
-    kernel: Any
-    n: float
-    x_axis: int | None
-    y_axis: int | None
 
 
 class Gemm(Rule):
@@ -42,7 +26,7 @@ class Gemm(Rule):
 
     def __init__(self, step, registry):
         super().__init__(step, registry)
-        self.products = PRODUCTS[_product_class(step.operation)](step.operation)
+        self.products = PRODUCTS[product_class(step.operation)](step.operation)
         self.activation = None if step.linear else step.operation.activation
         self.bias = step.operation.bias
         self.apart = step.wide
@@ -60,7 +44,7 @@ class Gemm(Rule):
     @classmethod
     def takes(cls, operation):
         """Whether the operation is a layer of this kind, unchanged by a subclass or by LoRA."""
-        known = _product_class(operation)
+        known = product_class(operation)
         return (
             known is not None
             and not getattr(operation, "lora_enabled", False)
@@ -84,7 +68,7 @@ class Gemm(Rule):
             z = product.apply(z, tf.cast(weight, dtype))
         if self.bias is not None:
             bias = tf.cast(variable_value(self.bias), dtype)
-            if len(self.bias.shape) == 1 and _channel_axis(self.operation) == 1:
+            if len(self.bias.shape) == 1 and channel_axis(self.operation) == 1:
                 bias = tf.reshape(bias, [1, -1] + [1] * (z.shape.rank - 2))
             z = keras.ops.add(z, bias)
         if self._is_linear():
@@ -136,16 +120,16 @@ class Gemm(Rule):
             dz_w = multiply(dz, beta_w)
         # Linear in the kernel: with βW in its place the kernel's gradient is the same.
         kernel = tf.cast(weight * beta, x.dtype)
-        dx, dw = _vjp(product, x, kernel, dz if apart else dz_w, dz_w)
+        dx, dw = product.vjp(x, kernel, dz if apart else dz_w, dz_w)
 
         def made():
             given, operand, scaled = (tf.cast(t, tf.float32) for t in (x, kernel, dz))
             if kind == "cast":
                 scaled_w = tf.cast(dz_w, tf.float32)
-                exact, _ = _vjp(product, given, operand, scaled_w, scaled_w)
+                exact, _ = product.vjp(given, operand, scaled_w, scaled_w)
                 return [(scaled * beta_w, dz_w), (exact, dx)]
             scaled_w = scaled * beta_w
-            exact, exact_w = _vjp(product, given, operand, scaled if apart else scaled_w, scaled_w)
+            exact, exact_w = product.vjp(given, operand, scaled if apart else scaled_w, scaled_w)
             # The gradient of a kernel that is not trained is made for nobody.
             used = (exact_w, dw) if product.kernel.trainable else (tf.zeros([0]), tf.zeros([0]))
             return [used, (exact, dx)]
@@ -159,7 +143,7 @@ class Gemm(Rule):
         """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
         dz = tf.cast(dz, tf.float32)
         shape, rank = self.bias.shape, dz.shape.rank
-        if len(shape) == 1 and _channel_axis(self.operation) == -1:
+        if len(shape) == 1 and channel_axis(self.operation) == -1:
             return tf.raw_ops.BiasAddGrad(out_backprop=dz)
         if len(shape) == 1:
             keep = [1]
@@ -167,128 +151,3 @@ class Gemm(Rule):
             keep = [rank - len(shape) + i for i, size in enumerate(shape) if size != 1]
         axes = [i for i in range(rank) if i not in keep]
         return tf.reshape(tf.reduce_sum(dz, axes), shape)
-
-
-def _vjp(product, x, kernel, dz, dz_w):
-    """∇X, to which ∇Z leads, and ∇W, to which β_W∇Z does."""
-    together = dz is dz_w
-    with tf.GradientTape(persistent=not together) as tape:
-        tape.watch([x, kernel])
-        y = product.apply(x, kernel)
-    if together:
-        return tape.gradient(y, [x, kernel], output_gradients=dz)
-    dx = tape.gradient(y, x, output_gradients=dz)
-    return dx, tape.gradient(y, kernel, output_gradients=dz_w)
-
-
-def _channel_axis(layer):
-    return 1 if getattr(layer, "data_format", None) == "channels_first" else -1
-
-
-def _product_class(operation):
-    """The class in `PRODUCTS` whose `call` the operation runs, or `None`."""
-    for known in type(operation).__mro__:
-        if known in PRODUCTS:
-            return known if type(operation).call is known.call else None
-    return None
-
-
-def _dense(layer):
-    return [Product(keras.ops.matmul, layer._kernel, layer.units, -1, -1)]
-
-
-def _einsum_dense(layer):
-    operands, output = layer.equation.split("->")
-    x, kernel = operands.split(",")
-    x = x.replace("...", "")
-    sizes = dict(zip(kernel, layer.kernel.shape, strict=True))
-    n = math.prod(size for letter, size in sizes.items() if letter not in x)
-    return [
-        Product(
-            lambda x, kernel: keras.ops.einsum(layer.equation, x, kernel),
-            layer._kernel,
-            n,
-            -1 if x[-1] in kernel else None,
-            -1 if output.replace("...", "")[-1] in kernel else None,
-        )
-    ]
-
-
-def _conv(layer):
-    def apply(x, kernel):
-        if layer.padding == "causal":
-            x = keras.ops.pad(x, layer._compute_causal_padding())
-        return keras.ops.conv(
-            x,
-            kernel,
-            strides=list(layer.strides),
-            padding="valid" if layer.padding == "causal" else layer.padding,
-            dilation_rate=layer.dilation_rate,
-            data_format=layer.data_format,
-        )
-
-    # On average over the entries of ∇X: a 1×1 kernel with stride 2 reaches one in four.
-    area = math.prod(layer.kernel_size) / math.prod(layer.strides)
-    axis = _channel_axis(layer)
-    return [Product(apply, layer._kernel, area * layer.filters / layer.groups, axis, axis)]
-
-
-def _conv_transpose(layer):
-    def apply(x, kernel):
-        return keras.ops.conv_transpose(
-            x,
-            kernel,
-            strides=list(layer.strides),
-            padding=layer.padding,
-            output_padding=layer.output_padding,
-            dilation_rate=layer.dilation_rate,
-            data_format=layer.data_format,
-        )
-
-    axis = _channel_axis(layer)
-    n = math.prod(layer.kernel_size) * layer.filters
-    return [Product(apply, layer.kernel, n, axis, axis)]
-
-
-def _depthwise(layer, kernel=None):
-    def apply(x, kernel):
-        return keras.ops.depthwise_conv(
-            x,
-            kernel,
-            strides=layer.strides,
-            padding=layer.padding,
-            dilation_rate=layer.dilation_rate,
-            data_format=layer.data_format,
-        )
-
-    area = math.prod(layer.kernel_size) / math.prod(_as_tuple(layer.strides, layer.rank))
-    axis = _channel_axis(layer)
-    kernel = layer.kernel if kernel is None else kernel
-    return [Product(apply, kernel, area * layer.depth_multiplier, axis, axis)]
-
-
-def _separable(layer):
-    def apply(x, kernel):
-        return keras.ops.conv(x, kernel, 1, "valid", layer.data_format)
-
-    axis = _channel_axis(layer)
-    pointwise = Product(apply, layer.pointwise_kernel, layer.filters, axis, axis)
-    return [*_depthwise(layer, layer.depthwise_kernel), pointwise]
-
-
-def _as_tuple(value, rank):
-    return (value,) * rank if isinstance(value, int) else tuple(value)
-
-
-_layers = keras.layers
-PRODUCTS = {
-    _layers.Dense: _dense,
-    _layers.EinsumDense: _einsum_dense,
-    **dict.fromkeys((_layers.Conv1D, _layers.Conv2D, _layers.Conv3D), _conv),
-    **dict.fromkeys(
-        (_layers.Conv1DTranspose, _layers.Conv2DTranspose, _layers.Conv3DTranspose),
-        _conv_transpose,
-    ),
-    **dict.fromkeys((_layers.DepthwiseConv1D, _layers.DepthwiseConv2D), _depthwise),
-    **dict.fromkeys((_layers.SeparableConv1D, _layers.SeparableConv2D), _separable),
-}
