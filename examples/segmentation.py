@@ -2,6 +2,7 @@
 
     python examples/segmentation.py
     python examples/segmentation.py --data CamVid --size 360 480 --batch 12 --epochs 40
+    python examples/segmentation.py --data CamVid --precision float16 --scaling fixed:2^11
 
 The network labels every pixel of a street scene. Its loss is a mean over all pixels of a batch, so
 the gradient of one pixel is tiny: float16 has nothing below 6e-8, and what is smaller is lost when
@@ -18,34 +19,31 @@ pixels. The program therefore multiplies the loss by 1/64 (`--loss-multiplier`),
 pixel's gradient the size it has in a batch of 8 images of 768 x 1024, and divides the learning rate
 by it: in float32 nothing changes. With `--data` the multiplier is 1.
 
-The program prints one table and draws one picture: curves, scales per layer, predicted maps.
+The program prints one table and draws one picture: curves, scales per layer, predicted maps. With
+`--precision` or `--scaling` it trains once, in that way (`methods.py` lists them).
 """
 
 import argparse
-import json
 import os
 import sys
-import time
-from pathlib import Path
 from typing import NamedTuple
 
 # Keep TensorFlow's start-up notes off the screen; must be set before it is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
+import methods
 import numpy as np
 import segmentation_data
 import segmentation_figure
 import segnet
 import tensorflow as tf
 
-import tf_gradscale as gs
-
-METHODS = {  # name: policy of the layers
-    "float32": "float32",
-    "float16": "mixed_float16",
-    "loss-scaling": "mixed_float16",
-    "gradient-scaling": "mixed_float16",
+METHODS = {
+    "float32": methods.Method("float32", "none"),
+    "float16": methods.Method("float16", "none"),
+    "loss-scaling": methods.Method("float16", "dynamic"),
+    "gradient-scaling": methods.Method("float16", "balanced"),
 }
 SMALL_MAPS = 1 / 64  # pixels of a drawn scene (96 x 128) over those of a camera image (768 x 1024)
 
@@ -53,48 +51,26 @@ SMALL_MAPS = 1 / 64  # pixels of a drawn scene (96 x 128) over those of a camera
 class Run(NamedTuple):
     """What one training run leaves behind."""
 
-    method: str
-    history: dict  # per epoch: cross_entropy, val_cross_entropy, val_miou
-    steps_lost: int
+    name: str
+    found: dict  # what `methods.report` returned
     cast_lost: float  # share of the gradient's entries lost at the cast, at the end of training
-    seconds: float
     maps: np.ndarray  # predicted labels of the validation images that are shown
-    scales: list  # (name, kind, local scale, cumulative scale) of every site; gradient scaling only
 
 
 def prepare(method, args, data, loss, learning_rate):
-    """Builds and compiles the model of a method; this is where the four differ."""
+    """Builds and compiles the model of a method."""
     classes = len(data.classes)
-    ours = method == "gradient-scaling"
-    keras.utils.set_random_seed(args.seed)
-    set_policy = gs.set_global_policy if ours else keras.mixed_precision.set_global_policy
-    set_policy(METHODS[method])
-    model = segnet.build_model(args.size, classes)
-    if ours:
-        model = gs.convert(model)
-    optimizer = keras.optimizers.SGD(learning_rate, momentum=0.9)
-    model.compile(
-        optimizer,
+    return methods.compiled(
+        method,
+        lambda: segnet.build_model(args.size, classes),
+        lambda **options: keras.optimizers.SGD(learning_rate, momentum=0.9, **options),
         loss,
+        seed=args.seed,
         metrics=[
             segnet.PixelCrossEntropy(loss.class_weights),
             keras.metrics.MeanIoU(classes, ignore_class=classes, sparse_y_pred=False, name="miou"),
         ],
-        # Keras wraps the optimizer of a mixed_float16 model in a LossScaleOptimizer unless told
-        # otherwise; tf_gradscale wraps it in its own.
-        auto_scale_loss=method != "float16",
-        jit_compile=True,  # float16 convolutions are several times faster with XLA on a processor
     )
-    return model
-
-
-def count_lost_steps(optimizer, steps):
-    """Returns how many of `steps` left the weights as they were because a gradient overflowed."""
-    if hasattr(optimizer, "skipped_steps"):  # tf_gradscale
-        return int(optimizer.skipped_steps)
-    # Keras' LossScaleOptimizer counts every step, the optimizer in it those that were applied.
-    applied = getattr(optimizer, "inner_optimizer", optimizer).iterations
-    return steps - int(applied)
 
 
 def softmax_gradient(probabilities, labels, loss):
@@ -115,13 +91,13 @@ def share_lost(gradient, scale):
 
 def scale_at_cast(model, method):
     """Returns the scale with which the gradient passes the cast before the softmax."""
-    if method == "gradient-scaling":
+    if method.config() is not None:
         # Sites are in the order of backpropagation: the first cast is the one before the softmax.
         return next(site.cumulative_scale for site in model.scales if site.kind == "cast")
-    return float(getattr(model.optimizer, "dynamic_scale", 1))
+    return float(getattr(model.optimizer, "dynamic_scale", method.loss_scale))
 
 
-def train(method, args, data):
+def train(name, method, args, data):
     """Trains with one method and returns the `Run`."""
     steps_per_epoch = args.steps // args.epochs
     loss = segnet.PixelCrossEntropy(args.class_weights, args.loss_multiplier)
@@ -131,7 +107,7 @@ def train(method, args, data):
     model = prepare(method, args, data, loss, schedule)
     train_set = tf.data.Dataset.from_tensor_slices((data.x_train, data.y_train))
     train_set = train_set.shuffle(len(data.x_train), seed=args.seed).repeat()
-    started = time.monotonic()
+    costs = methods.Costs()
     history = model.fit(
         train_set.batch(args.batch, drop_remainder=True),
         steps_per_epoch=steps_per_epoch,
@@ -140,41 +116,40 @@ def train(method, args, data):
         validation_batch_size=args.batch,
         shuffle=False,  # the data set shuffles by itself
         verbose=args.verbose,
+        callbacks=[costs],
     ).history
-    seconds = time.monotonic() - started
     labels = data.y_train[: args.batch]
     probabilities = np.asarray(model(data.x_train[: args.batch], training=True))
     gradient = softmax_gradient(probabilities, labels, loss)
-    return Run(
-        method=method,
-        history={
-            name: history[name] for name in ("cross_entropy", "val_cross_entropy", "val_miou")
-        },
-        steps_lost=count_lost_steps(model.optimizer, steps_per_epoch * args.epochs),
-        cast_lost=0.0
-        if method == "float32"
-        else share_lost(gradient, scale_at_cast(model, method)),
-        seconds=seconds,
-        maps=np.argmax(model(data.x_val[segmentation_figure.examples(data)]), axis=-1),
-        scales=[
-            (site.name, site.kind, site.scale, site.cumulative_scale)
-            for site in getattr(model, "scales", ())
-        ],
+    cast_lost = 0.0
+    if method.precision == "float16":
+        cast_lost = share_lost(gradient, scale_at_cast(model, method))
+    maps = np.argmax(model(data.x_val[segmentation_figure.examples(data)]), axis=-1)
+    lost = cast_lost, "logits"
+    if args.method is not None:
+        # Of all gradients. This takes a while, without XLA.
+        few = min(4, args.batch)
+        x, y = data.x_train[:few], data.y_train[:few]
+        lost = methods.lost_entries(model, method, loss, few / args.batch, x, y)
+    found = methods.report(
+        "segmentation", method, args, data.name, "val_miou", history, model, costs, lost
     )
+    return Run(name, found, cast_lost, maps)
 
 
 def format_table(runs):
     """Returns the results as a table in plain text."""
     rows = [("method", "train loss", "val mIoU", "steps lost", "lost at cast", "seconds")]
     for run in runs:
+        found = run.found
         rows.append(
             (
-                run.method,
-                f"{run.history['cross_entropy'][-1]:.3f}",
-                f"{run.history['val_miou'][-1]:.3f}",
-                str(run.steps_lost),
+                run.name,
+                f"{found['history']['cross_entropy'][-1]:.3f}",
+                f"{found['history']['val_miou'][-1]:.3f}",
+                str(found["steps_lost"]),
                 f"{run.cast_lost:.1%}",
-                f"{run.seconds:.0f}",
+                f"{found['seconds_first_step'] + found['seconds']:.0f}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -184,23 +159,6 @@ def format_table(runs):
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
-
-
-def as_json(args, data, runs):
-    """Returns the options and the metrics of all runs as a JSON text."""
-    options = {key: value for key, value in vars(args).items() if key != "class_weights"}
-    metrics = [
-        {
-            "method": run.method,
-            **run.history,
-            "steps_lost": run.steps_lost,
-            "lost_at_cast": run.cast_lost,
-            "seconds": run.seconds,
-            "scales": run.scales,
-        }
-        for run in runs
-    ]
-    return json.dumps({"data": data.name, "options": options, "runs": metrics}, indent=1)
 
 
 def parse_arguments(argv=None):
@@ -216,11 +174,13 @@ def parse_arguments(argv=None):
     add("--loss-multiplier", type=float, help="default: 1/64 for drawn scenes, else 1")
     add("--balance", action="store_true", help="median-frequency class weights")
     add("--methods", nargs="+", default=tuple(METHODS), choices=METHODS, help="default: all four")
+    add("--precision", choices=methods.POLICIES, help="train once, in this precision")
+    add("--scaling", metavar="HOW", help=f"train once, with {methods.SCALINGS}")
     add("--seed", type=int, default=0, help="of data, weights and batches")
     add("--out", default="segmentation.png", metavar="PNG", help="picture (default: %(default)s)")
     add("--json", metavar="PATH", help="write the metrics to a file")
     add("--verbose", type=int, default=1, help="of Keras' fit: 1 bars, 2 lines, 0 silent")
-    args = parser.parse_args(argv)
+    args = methods.parsed(parser, argv)
     halvings = len(segnet.WIDTHS) - 1
     stride = 2**halvings
     if any(pixels < 16 or pixels % stride for pixels in args.size):
@@ -228,10 +188,6 @@ def parse_arguments(argv=None):
             f"--size must be multiples of {stride} from 16 on, since the maps are halved "
             f"{halvings} times. Received: {args.size[0]} {args.size[1]}"
         )
-    for name in ("batch", "epochs", "learning_rate", "steps", "loss_multiplier"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive. Received: {value}")
     if args.loss_multiplier is None:
         args.loss_multiplier = 1.0 if args.data else SMALL_MAPS
     return args
@@ -247,20 +203,27 @@ def main(argv=None):
     args.batch = min(args.batch, len(data.x_train))
     args.steps = args.steps or args.epochs * (len(data.x_train) // args.batch)
     args.epochs = min(args.epochs, args.steps)
-    args.class_weights = data.class_weights() if args.balance else np.ones(len(data.classes))
+    weights = data.class_weights() if args.balance else np.ones(len(data.classes))
+    args.class_weights = [float(weight) for weight in weights]
     print(
         f"{data.name}: {len(data.x_train)} images to train on, {len(data.x_val)} to validate, "
         f"{args.size[0]} x {args.size[1]} pixels, {len(data.classes)} classes; "
         f"{args.steps // args.epochs * args.epochs} steps of {args.batch} images; "
         f"loss times {args.loss_multiplier:g}"
     )
+    wanted = {name: METHODS[name] for name in args.methods}
+    if args.method is not None:
+        wanted = {str(args.method): args.method}
+    # Not an option any more.
+    del args.methods
     runs = []
-    for method in args.methods:
-        print(f"\n{method}", flush=True)
-        runs.append(train(method, args, data))
+    for name, method in wanted.items():
+        print(f"\n{name}", flush=True)
+        runs.append(train(name, method, args, data))
     print("\n" + format_table(runs))
     if args.json:
-        Path(args.json).write_text(as_json(args, data, runs), encoding="utf-8")
+        found = [run.found for run in runs]
+        methods.write(args.json, found if args.method is None else found[0])
     segmentation_figure.draw(args.out, data, runs)
     print(f"\nCurves, scales and maps: {args.out}")
 

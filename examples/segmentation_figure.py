@@ -50,7 +50,7 @@ def class_colours(classes):
 def draw(path, data, runs):
     """Draws the picture of the runs and writes it to `path`."""
     rows, columns = len(examples(data)), 2 + len(runs)
-    scales = next((run.scales for run in runs if run.scales), None)
+    scales = next((run.found["scales"] for run in runs if run.found["scales"]), None)
     heights = [3, 3.6 if scales else 0.01, 0.6 + 1.9 * rows]
     figure = plt.figure(figsize=(15, sum(heights)), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1, height_ratios=heights)
@@ -65,10 +65,10 @@ def draw(path, data, runs):
 def _draw_curves(axes, runs):
     loss, miou = axes
     for run in runs:
-        style = STYLES[run.method]
-        epochs = np.arange(1, len(run.history["val_miou"]) + 1)
-        loss.plot(epochs, run.history["cross_entropy"], **style)
-        miou.plot(epochs, run.history["val_miou"], label=run.method, **style)
+        style, history = STYLES.get(run.name, {}), run.found["history"]
+        epochs = np.arange(1, len(history["val_miou"]) + 1)
+        loss.plot(epochs, history["cross_entropy"], **style)
+        miou.plot(epochs, history["val_miou"], label=run.name, **style)
     loss.set(title="Training loss (cross-entropy per pixel)", xlabel="epoch", yscale="log")
     loss.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     loss.yaxis.set_major_formatter("{x:g}")
@@ -120,7 +120,7 @@ def _draw_maps(figure, axes, data, runs):
             axis.imshow(palette[shown], interpolation="nearest")
     for axis in axes.flat:
         axis.axis("off")
-    for axis, name in zip(axes[0], ("image", "truth", *(r.method for r in runs)), strict=True):
+    for axis, name in zip(axes[0], ("image", "truth", *(run.name for run in runs)), strict=True):
         axis.set_title(name)
     figure.legend(
         handles=[

@@ -1,0 +1,186 @@
+"""Runs the examples in every precision and with every scaling, and writes docs/results.md.
+
+    python benchmarks/compare.py --cifar10 PATH --camvid PATH --voc PATH --text PATH
+    python benchmarks/compare.py --tasks language --minutes 60 --text PATH
+    python benchmarks/compare.py --report
+
+Each run is a process of its own and leaves a JSON file under docs/results/; what is there is not run
+again. The order is that of importance: for each task float32, the sweep of fixed scales,
+dynamic scaling, the paper's choice and ours with one seed, then these (and the best of the fixed
+scales) with two more seeds, then the rest. `--report` draws the tables and pictures from the files.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import results
+
+ROOT = Path(__file__).parents[1]
+SEEDS = (0, 1, 2)
+FIXED = tuple(f"fixed:2^{k}" for k in (0, 7, 11, 15, 19))
+MAIN = (
+    ("float32", "none"),
+    ("float16", "dynamic"),
+    ("float16", "paper"),
+    ("float16", "balanced"),
+)
+SWEEP = tuple(("float16", scaling) for scaling in FIXED)
+# The authors' details: scales in float16; the caps of their code; those of their SSD and SegNet.
+REST = (
+    ("bfloat16", "none"),
+    ("float16", "none"),
+    ("float16", "dynamic:10"),
+    ("float16", "paper:32768,32768"),
+    ("float16", "paper:16,1024"),
+    ("float16", "paper:65504,65504"),
+)
+
+
+class Task(NamedTuple):
+    """A program with its options.
+
+    `data`: which of the data sets it takes. `multipliers`: of its loss, most important first.
+    `higher`: whether a higher metric is better.
+    """
+
+    program: str
+    options: tuple
+    data: str
+    multipliers: tuple = (1.0, 1e-4)
+    higher: bool = True
+
+
+TASKS = {
+    "segmentation": Task(
+        "segmentation.py",
+        ("--balance", "--epochs", "6", "--steps", "360", "--learning-rate", "0.1"),
+        "camvid",
+    ),
+    "language": Task("language.py", (), "text", higher=False),
+    "recognition-18": Task("recognition.py", ("--depth", "18"), "cifar10"),
+    "recognition-18-plain": Task(
+        "recognition.py", ("--depth", "18", "--plain"), "cifar10", multipliers=(1.0,)
+    ),
+    "recognition-50": Task("recognition.py", ("--depth", "50", "--width", "8"), "cifar10"),
+    "detection-96-b8": Task("detection.py", ("--size", "96", "--batch", "8"), "voc"),
+    "detection-96-b32": Task("detection.py", ("--size", "96", "--batch", "32"), "voc"),
+    "detection-96-b8-1e-3": Task(
+        "detection.py", ("--size", "96", "--batch", "8", "--class-weight", "1e-3"), "voc"
+    ),
+    "detection-160-b8": Task("detection.py", ("--size", "160", "--batch", "8"), "voc"),
+}
+
+
+class Run(NamedTuple):
+    """One run: a task by name, a multiplier, a method and a seed."""
+
+    task: str
+    multiplier: float
+    precision: str
+    scaling: str
+    seed: int
+
+    def path(self, folder):
+        """Where its result is."""
+        way = self.scaling if self.precision == "float16" else self.precision
+        name = way.replace(":", "_").replace("^", "").replace(",", "_")
+        return folder / self.task / f"{self.multiplier:g}" / f"{name}-{self.seed}.json"
+
+
+def runs(tasks, folder):
+    """All runs, most important first; the best fixed scale once the sweep is there."""
+
+    def every(methods, seeds, nth):
+        for name, method, seed in itertools.product(tasks, methods, seeds):
+            if len(TASKS[name].multipliers) > nth:
+                yield Run(name, TASKS[name].multipliers[nth], *method, seed)
+
+    for nth in range(2):
+        yield from every(MAIN + SWEEP, SEEDS[:1], nth)
+        for seed in SEEDS[1:]:
+            for name in tasks:
+                if len(TASKS[name].multipliers) > nth:
+                    multiplier = TASKS[name].multipliers[nth]
+                    best = results.best_fixed(folder / name / f"{multiplier:g}", TASKS[name].higher)
+                    for method in MAIN + ((("float16", best),) if best else ()):
+                        yield Run(name, multiplier, *method, seed)
+    for nth in range(2):
+        yield from every(REST, SEEDS[:1], nth)
+
+
+def command(run, args):
+    """The command line of a run."""
+    task = TASKS[run.task]
+    found = [sys.executable, str(ROOT / "examples" / task.program), *task.options]
+    found += ["--precision", run.precision, "--scaling", run.scaling]
+    found += ["--loss-multiplier", f"{run.multiplier:g}", "--seed", str(run.seed), "--verbose", "0"]
+    data = getattr(args, task.data)
+    if data:
+        found += ["--data", str(Path(data).resolve())]
+    if task.data == "voc" and args.squeezenet:
+        found += ["--backbone", str(Path(args.squeezenet).resolve())]
+    return found
+
+
+def execute(run, args):
+    """Runs it, unless its result is there. Returns whether it was run."""
+    path = run.path(args.folder)
+    if path.exists():
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    print(" ".join(map(str, run)), flush=True)
+    given = [*command(run, args), "--json", str(unfinished.resolve())]
+    # Pictures that a program draws go with the folder.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(given, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"A run must end with a result. Its command: {' '.join(done.args)}\n"
+            f"{done.stdout[-1000:]}{done.stderr[-3000:]}\nReceived: status {done.returncode}"
+        )
+    # Where the data lie is nobody's business.
+    found = json.loads(unfinished.read_text())
+    found["options"]["data"] = bool(found["options"]["data"])
+    found["options"].pop("backbone", None)
+    path.write_text(json.dumps(found, indent=0), encoding="utf-8")
+    unfinished.unlink()
+    print(f"  {found['metric']} {found['final']:.4f}, {found['seconds']:.0f} s", flush=True)
+    return True
+
+
+def parse_arguments(argv=None):
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=TASKS, default=tuple(TASKS), help="default: all")
+    for name in ("cifar10", "camvid", "voc", "text", "squeezenet"):
+        add(f"--{name}", metavar="PATH", help="see the example (default: data that it makes)")
+    add("--minutes", type=float, default=480, help="begin no run after this time")
+    add("--folder", type=Path, default=ROOT / "docs" / "results", help="default: docs/results")
+    add("--report", action="store_true", help="run nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the program."""
+    args = parse_arguments(argv)
+    began = time.monotonic()
+    if not args.report:
+        for run in runs(args.tasks, args.folder):
+            if time.monotonic() - began > 60 * args.minutes:
+                print("The time is over.")
+                break
+            execute(run, args)
+    results.write(args.folder, ROOT / "docs" / "results.md", TASKS, list(runs(TASKS, args.folder)))
+
+
+if __name__ == "__main__":
+    main()
