@@ -4,10 +4,10 @@
     python benchmarks/compare.py --tasks language --minutes 60 --text PATH
     python benchmarks/compare.py --report
 
-Each run is a process of its own and leaves a JSON file under docs/results/; what is there is not run
-again. The order is that of importance: for each task float32, the sweep of fixed scales,
-dynamic scaling, the paper's choice and ours with one seed, then these (and the best of the fixed
-scales) with two more seeds, then the rest. `--report` draws the tables and pictures from the files.
+Each run is a process of its own and leaves a JSON file under docs/results/; what is there is not
+run again. The order is that of importance: for each task float32, dynamic scaling, the paper's
+choice, ours and the sweep of fixed scales with one seed, then these (and the best of the fixed
+scales) with two more seeds, then the rest. `--report` draws tables and pictures from the files.
 """
 
 import argparse

@@ -11,71 +11,8 @@ import tensorflow as tf
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
+from tf_gradscale.sites import Group, Site, power
 from tf_gradscale.tensors import cast, multiply
-
-
-class Site:
-    """One edge of the graph on which a scale is chosen.
-
-    Attributes:
-        name: The layer's path and the operand, e.g. `"block1_conv/input"`.
-        kind: `"gemm"`, `"cast"`, `"branch"`, `"split"`, `"measured"` or `"variable"`.
-    """
-
-    def __init__(self, registry, index, name, kind):
-        self._registry = registry
-        self.index = index
-        self.name = name
-        self.kind = kind
-
-    @property
-    def scale(self):
-        """β, the local scale: dimensionless, a power of two, multiplies the gradient."""
-        return float(2.0 ** self._registry.local()[self.index])
-
-    @property
-    def cumulative_scale(self):
-        """α, the product of all local scales from the loss to this edge (a power of two)."""
-        return float(2.0 ** self._registry.cumulative()[self.index])
-
-    @property
-    def backoff(self):
-        """How far the scale has retreated from overflow: 0 is not at all; 1 halves its binades."""
-        return float(self._registry.history()[0, self.index])
-
-    def __repr__(self):
-        return (
-            f"<Site {self.name} kind={self.kind} scale={_power(self.scale)} "
-            f"cumulative_scale={_power(self.cumulative_scale)}>"
-        )
-
-
-class Group:
-    """Sites whose scales are chosen together, and their part of the registry's vector.
-
-    The part holds log2 β of each of the n sites, log2 α of each, and whether the gradient there
-    was non-zero; then whether the gradient that arrived was finite; then powers of two: 2^β of
-    each site (or, where gradients meet, what each is multiplied by) and 1/α of each.
-    """
-
-    def __init__(self, index, start, sites, factors):
-        self.index = index
-        self.start = start
-        self.sites = sites
-        n = len(sites)
-        # Where nothing has been chosen yet, all scales are 2^0.
-        self.initial = [0.0] * (2 * n) + [1.0] * (n + 1 + factors)
-        self.size = len(self.initial)
-
-    def position(self, site, field):
-        """Where a field of one of its sites stands in the registry's vector."""
-        row = ("local", "cumulative", "known").index(field)
-        return self.start + row * len(self.sites) + self.sites.index(site)
-
-    @property
-    def finite(self):
-        """Where the group's finiteness stands in the registry's vector."""
-        return self.start + 3 * len(self.sites)
 
 
 class ScaleRegistry:
@@ -373,8 +310,8 @@ class ScaleRegistry:
         local, cumulative = self.local(), self.cumulative()
         for site in self._sites:
             lines.append(
-                f"{site.name:<{width}}  {site.kind:<8}  {_power(2.0 ** local[site.index]):>6}  "
-                f"{_power(2.0 ** cumulative[site.index]):>10}"
+                f"{site.name:<{width}}  {site.kind:<8}  {power(2.0 ** local[site.index]):>6}  "
+                f"{power(2.0 ** cumulative[site.index]):>10}"
             )
         return "\n".join(lines)
 
@@ -390,7 +327,3 @@ def variable_value(variable):
     """The `tf.Variable` behind a Keras variable, uncast."""
     with autocast_off():
         return variable.value
-
-
-def _power(value):
-    return f"2^{round(math.log2(value))}"
