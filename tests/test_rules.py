@@ -311,3 +311,75 @@ def test_gradients_of_matrix_products_in_closed_form(name, together):
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Standardized(layers.Conv2D):
+    """As Keras' documentation of `convolution_op` has it."""
+
+    def convolution_op(self, inputs, kernel):
+        mean = keras.ops.mean(kernel, axis=(0, 1, 2), keepdims=True)
+        deviation = keras.ops.std(kernel, axis=(0, 1, 2), keepdims=True)
+        return super().convolution_op(inputs, (kernel - mean) / (deviation + 1e-5))
+
+
+class Normalized(layers.Dense):
+    """Its kernel's columns are of length 1."""
+
+    @property
+    def kernel(self):
+        return keras.ops.normalize(self._kernel, axis=0)
+
+
+class Centred(layers.BatchNormalization):
+    """Divides by nothing."""
+
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean, keras.ops.ones_like(variance)
+
+
+class Renamed(layers.Conv2D):
+    """Another initializer, and nothing else."""
+
+    def __init__(self, filters, size, **kwargs):
+        super().__init__(filters, size, kernel_initializer="he_normal", **kwargs)
+
+    def get_config(self):
+        return {"filters": self.filters, "size": self.kernel_size, "name": self.name}
+
+
+def on_the_instance():
+    layer = layers.Conv2D(4, 3)
+    own = layer.convolution_op
+    layer.convolution_op = lambda inputs, kernel: own(inputs, keras.ops.square(kernel))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Standardized(4, 3), lambda: Normalized(4), Centred, on_the_instance],
+    ids=["convolution_op", "kernel", "moments", "on_the_instance"],
+)
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_subclasses_that_compute_something_else(make, policy):
+    """They are run by Keras, and differentiated as they are."""
+    with gs.policy_scope(policy):
+        inputs = keras.Input((6, 6, 2))
+        plain = keras.Model(inputs, layers.Conv2D(3, 3)(make()(inputs)))
+    scaled = gs.convert(plain)
+    x = normal((4, 6, 6, 2), 1)
+    found = []
+    for model in (plain, scaled):
+        with tf.GradientTape() as tape:
+            y = tf.cast(model(x, training=True), tf.float32)
+            loss = tf.reduce_mean(tf.square(y - 1.0))
+        found.append([y, *tape.gradient(loss, model.trainable_variables)])
+    tolerance = 2e-5 if policy == "float32" else 2e-2
+    for true, ours in zip(*found, strict=True):
+        assert np.linalg.norm(ours - true) <= tolerance * np.linalg.norm(true)
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+
+
+def test_subclasses_that_compute_the_same_are_taken():
+    model = gs.convert(keras.Sequential([keras.Input((6, 6, 2)), Renamed(4, 3, name="renamed")]))
+    assert "renamed/input" in [site.name for site in model.scales]

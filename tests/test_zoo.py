@@ -7,6 +7,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_gradscale as gs
 
@@ -118,3 +119,26 @@ def test_applications(name):
     # Elsewhere both are noise, and of one size.
     assert (floor < zoo.NOISE) == (name not in NO_FLOOR), floor
     assert np.all(found <= ONE_SEED), np.round(found, 3)
+
+
+OTHERS = [name for name in architectures.applications() if name not in APPLICATIONS]
+
+
+@slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_applications_are_converted_and_traced(name):
+    """As those above, all layers opened; a gradient for every variable is traced."""
+    with gs.policy_scope("mixed_float16"):
+        architecture = architectures.application(name)
+        models = tuple(gs.convert(model) for model in architecture.build())
+    (model,) = models
+    assert sum(site.kind == "gemm" for site in model.scales) > 10
+    batch = [tf.constant(x) for x in architecture.batch(np.random.default_rng(0), 2)]
+
+    @tf.function(autograph=False)
+    def gradients(*batch):
+        return architecture.gradients(models, batch, 1.0)[1]
+
+    found = gradients.get_concrete_function(*batch).structured_outputs
+    assert [g.shape for g in found] == [v.shape for v in model.trainable_variables]
+    assert all(g.dtype == tf.float32 for g in found)

@@ -82,3 +82,28 @@ class Rule:
             For each input a `Scaled`, or `None` where no gradient flows.
         """
         raise NotImplementedError
+
+
+# What a subclass may define anew without a change of what its `call` computes.
+_HARMLESS = frozenset(
+    "build compute_mask compute_output_shape compute_output_spec from_config get_build_config "
+    "get_config build_from_config supports_masking".split()
+)
+
+
+def known_class(operation, table):
+    """The class in a table that an operation is, or is a subclass of, unchanged; or `None`.
+
+    A subclass that defines anew what its class has, such as a `call`, a `kernel` or a
+    `convolution_op` of its own, computes something else.
+    """
+    between: list[type] = []
+    for known in type(operation).__mro__:
+        if known in table:
+            names = {name for one in between for name in vars(one) if not name.startswith("__")}
+            changed = {name for name in names - _HARMLESS if hasattr(known, name)}
+            # Set on the instance itself.
+            changed |= {"call", "convolution_op"} & set(vars(operation))
+            return None if changed else known
+        between.append(known)
+    return None

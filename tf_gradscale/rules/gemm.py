@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from tf_gradscale.registry import variable_value
-from tf_gradscale.rules.base import Rule, Scaled
-from tf_gradscale.rules.products import PRODUCTS, channel_axis, product_class
+from tf_gradscale.rules.base import Rule, Scaled, known_class
+from tf_gradscale.rules.products import PRODUCTS, channel_axis
 from tf_gradscale.tensors import multiply
 
 
@@ -26,7 +26,7 @@ class Gemm(Rule):
 
     def __init__(self, step, registry):
         super().__init__(step, registry)
-        self.products = PRODUCTS[product_class(step.operation)](step.operation)
+        self.products = PRODUCTS[known_class(step.operation, PRODUCTS)](step.operation)
         self.activation = None if step.linear else step.operation.activation
         self.bias = step.operation.bias
         self.apart = step.wide
@@ -44,7 +44,7 @@ class Gemm(Rule):
     @classmethod
     def takes(cls, operation):
         """Whether the operation is a layer of this kind, unchanged by a subclass or by LoRA."""
-        known = product_class(operation)
+        known = known_class(operation, PRODUCTS)
         return (
             known is not None
             and not getattr(operation, "lora_enabled", False)

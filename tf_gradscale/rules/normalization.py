@@ -6,6 +6,7 @@ import tensorflow as tf
 # keras.src: AutocastScope is not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend import AutocastScope
 
+from tf_gradscale.rules.base import known_class
 from tf_gradscale.rules.carry import Carry
 
 
@@ -25,10 +26,8 @@ class Normalization(Carry):
     @classmethod
     def takes(cls, operation):
         """Whether the operation is such a layer, unchanged by a subclass."""
-        known = next((c for c in type(operation).__mro__ if c in LAYERS), None)
         return (
-            known is not None
-            and type(operation).call is known.call
+            known_class(operation, LAYERS) is not None
             and operation.compute_dtype == "float16"
             and operation.variable_dtype == "float32"
             and not getattr(operation, "synchronized", False)

@@ -67,14 +67,6 @@ def channel_axis(layer):
     return 1 if getattr(layer, "data_format", None) == "channels_first" else -1
 
 
-def product_class(operation):
-    """The class in `PRODUCTS` whose `call` the operation runs, or `None`."""
-    for known in type(operation).__mro__:
-        if known in PRODUCTS:
-            return known if type(operation).call is known.call else None
-    return None
-
-
 def _dense(layer):
     return [Product(keras.ops.matmul, layer._kernel, layer.units, -1, -1, 1)]
 
