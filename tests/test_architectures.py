@@ -504,3 +504,48 @@ def test_gradients_of_gradients_and_at_other_weights(run, step, policy, bound):
     assert len(wanted) >= 5
     assert max(error(found, wanted)) < bound
     np.testing.assert_allclose(ours.get_weights()[0], true.get_weights()[0], atol=1e-6)
+
+
+# --- Sparse inputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("multiplier", [1.0, 1e-6])
+def test_sparse_inputs(run, multiplier):
+    """The layer that takes them is run by Keras; those behind it are scaled as ever."""
+    rng = np.random.default_rng(0)
+    dense = rng.standard_normal((16, 8)) * (rng.random((16, 8)) < 0.4)
+    x, y = tf.sparse.from_dense(tf.constant(dense, tf.float32)), np.arange(16) % 3
+    found = []
+    for policy, convert in (("float32", lambda model: model), ("mixed_float16", gs.convert)):
+        keras.utils.set_random_seed(0)
+        with gs.policy_scope(policy):
+            inputs = keras.Input((8,), sparse=True)
+            hidden = layers.Dense(6, activation="tanh")(inputs)
+            model = convert(keras.Model(inputs, layers.Dense(3, activation="softmax")(hidden)))
+
+        def gradients(x, model=model):
+            with tf.GradientTape() as tape:
+                loss = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
+                loss = multiplier * tf.reduce_mean(loss)
+            made = tape.gradient(loss, model.trainable_variables)
+            return [tf.convert_to_tensor(g) for g in made]
+
+        found.append([g.numpy() / multiplier for g in run(gradients)(x)])
+    assert {"dense_1/input", "dense_1/kernel"} <= {
+        site.name.replace("dense_3", "dense_1") for site in model.scales
+    }
+    for true, ours in zip(*found, strict=True):
+        assert np.linalg.norm(ours - true) < 5e-3 * np.linalg.norm(true)
+
+
+def test_a_model_with_sparse_inputs_is_diagnosed(capsys):
+    with gs.policy_scope("mixed_float16"):
+        inputs = keras.Input((8,), sparse=True)
+        model = gs.convert(keras.Model(inputs, layers.Dense(3)(inputs)))
+    model.compile("sgd", "mse", jit_compile=False)
+    x = tf.sparse.from_dense(tf.eye(8))
+    model.fit(
+        tf.data.Dataset.from_tensor_slices((x, tf.ones((8, 3)))).batch(4), verbose=0, shuffle=False
+    )
+    assert gs.diagnose(model, x, tf.ones((8, 3))).fault is None

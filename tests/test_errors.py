@@ -99,6 +99,12 @@ ERRORS = {
         "`call` is written by hand cannot be scaled. Build it in the functional style, or wrap "
         "its parts in tf_gradscale.layers.GradientScaled. Received: inputs=None, outputs=None",
     ),
+    "scales_that_are_none": (
+        lambda: gs.GradScaleOptimizer(keras.optimizers.SGD(), scales=functional()),
+        TypeError,
+        "`scales` must be the ScaleRegistry of a converted model, `model.scales`, or None. "
+        "Received: scales=Functional",
+    ),
     "scales_of_unbuilt": (
         lambda: gs.Sequential([layers.Dense(2)]).scales,
         ValueError,

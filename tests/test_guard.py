@@ -139,3 +139,34 @@ def test_an_optimizer_alone_has_the_default():
         for _ in range(30):
             optimizer.apply([keras.ops.array([np.inf])], [weight])
     assert int(optimizer.skipped_steps) == 20
+
+
+class OwnStep(keras.Model):
+    """A model with a `train_step` that needs no loss in `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_train_step_without_a_loss():
+    """The error comes, though what broke cannot be told."""
+    model = OwnStep()
+    model(X[:2])
+    model = gs.convert(model, gs.GradScaleConfig(max_skips=3))
+    model.compile("sgd")
+    message = "must apply one step in 3 .*cannot be told .*must have a loss.*Received: .* in a row"
+    with pytest.raises(FloatingPointError, match=message):
+        model.fit(np.full_like(X, np.nan), batch_size=2, verbose=0)
+    with pytest.raises(ValueError, match="must have a loss to be diagnosed.*Received: a model wit"):
+        gs.diagnose(model, X)

@@ -505,3 +505,20 @@ def test_the_first_call_must_be_the_fullest():
     second(x, decode=False)
     with pytest.raises(ValueError, match="Make the fullest call first. Received"):
         second(x)
+
+
+@pytest.mark.skipif(
+    not hasattr(layers, "ReversibleEmbedding"), reason="this Keras has no ReversibleEmbedding"
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_ends_in_its_embedding(tied):
+    """Within a model, a layer of integers does not autocast: its product is float32's."""
+    with gs.policy_scope("mixed_float16"):
+        inputs = keras.Input((7,), dtype="int32")
+        both = layers.ReversibleEmbedding(20, 16, tie_weights=tied)
+        plain = keras.Model(inputs, both(both(inputs), reverse=True))
+    scaled = gs.convert(plain)
+    ids = tf.constant(np.arange(14).reshape(2, 7))
+    for training in (None, False, True):
+        found, wanted = (model(ids, training=training) for model in (scaled, plain))
+        np.testing.assert_array_equal(found, tf.cast(wanted, tf.float32))

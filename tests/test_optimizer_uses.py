@@ -715,6 +715,42 @@ def test_an_optimizer_keeps_its_state_in_a_new_wrapper(make):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+# --- Where nothing scales gradients ---------------------------------------------------------------
+
+
+def test_a_clone_of_a_sequential_is_plain_and_says_so():
+    """It is compiled with the same kind of optimizer, which has no scales."""
+    gs.set_global_policy("mixed_float16")
+    model = gs.convert(keras.Sequential([keras.Input((6,)), layers.Dense(3, "softmax")]))
+    model.compile("sgd", LOSS)
+    with pytest.warns(UserWarning, match="scales no loss: the model does the scaling.*Convert"):
+        plain = keras.models.clone_model(model)
+        plain.train_on_batch(X[0], Y[0])
+    assert type(plain) is keras.Sequential
+    assert type(plain.optimizer) is gs.GradScaleOptimizer
+
+
+def test_a_clone_of_a_functional_model_is_scaled():
+    gs.set_global_policy("mixed_float16")
+    model = gs.convert(network("mixed_float16"))
+    model.compile("sgd", LOSS)
+    again = keras.models.clone_model(model)
+    assert type(again) is gs.Model and again.optimizer.scales is again.scales
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_no_warning_where_there_is_nothing_to_warn_of(policy):
+    gs.set_global_policy(policy)
+    model = network(policy)
+    if policy != "float32":
+        model = gs.convert(model)
+    # Without its scales, in a loop of one's own.
+    gs.GradScaleOptimizer(SGD()).build(model.trainable_variables)
+    inputs = keras.Input((6,))
+    part = keras.Model(inputs, gs.layers.GradientScaled(layers.Dense(3))(inputs))
+    gs.GradScaleOptimizer(SGD()).build(part.trainable_variables)
+
+
 # --- Several optimizers --------------------------------------------------------------------------
 
 

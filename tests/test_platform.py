@@ -595,6 +595,23 @@ def test_call_context():
     assert told == ["context", True, True]
 
 
+def test_which_layers_autocast():
+    """autocast_scope: the innermost one; a layer of integers within one does not autocast."""
+    seen = []
+
+    class Seen(layers.Layer):
+        def call(self, x):
+            scope = global_state.get_global_attribute("autocast_scope")
+            seen.append(None if scope is None else scope.dtype)
+            return x
+
+    layer = Seen(dtype="mixed_float16", autocast=False)
+    layer(tf.zeros((1, 1)))
+    with AutocastScope("float16"):
+        layer(tf.zeros((1, 1)))
+    assert seen == ["float16", None]
+
+
 def test_layers_know_whether_they_are_rematerialized():
     assert layers.Dense(2)._remat_mode is None
     with keras.RematScope("full"):

@@ -285,7 +285,7 @@ def test_a_model_predicts_while_it_is_converted():
 
 @pytest.mark.parametrize(
     ("times", "run_eagerly"),
-    [(2, False), (4, True), pytest.param(50, False, marks=pytest.mark.slow)],
+    [(2, False), (4, True), pytest.param(100, False, marks=pytest.mark.slow)],
 )
 def test_nothing_is_left_of_models_that_are_gone(times, run_eagerly):
     references = []

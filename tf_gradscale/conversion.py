@@ -1,5 +1,7 @@
 """From plain Keras models to gradient-scaled ones, and back."""
 
+import contextlib
+
 import keras
 
 # keras.src: not exported; tests/test_platform.py notices if it goes.
@@ -70,9 +72,11 @@ def _converted(model, config):
             )
         converted = Sequential(model._layers, model.trainable, model.name, config)
     elif kind is Functional:
-        converted = Model(
-            model._inputs_struct, model._outputs_struct, name=model.name, config=config
-        )
+        # Its graph is made at once, and depends on what the model casts variables to.
+        with _dtype_policy(model.dtype_policy):
+            converted = Model(
+                model._inputs_struct, model._outputs_struct, name=model.name, config=config
+            )
     elif kind.call in (keras.Model.call, keras.layers.Layer.call):
         raise TypeError(
             f"Model '{model.name}' has no `call`, so that there is nothing to differentiate. "
@@ -85,6 +89,17 @@ def _converted(model, config):
     converted.dtype_policy = model.dtype_policy
     converted.scales  # noqa: B018  (makes the region now, so that errors come now)
     return converted
+
+
+@contextlib.contextmanager
+def _dtype_policy(policy):
+    """Within it, models and layers are made under a policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def strip(model):

@@ -11,6 +11,7 @@ from tf_gradscale import formats
 from tf_gradscale.model import GradientScaling
 from tf_gradscale.observer import Observer
 from tf_gradscale.policy import in_float32
+from tf_gradscale.tensors import is_dense_float
 
 
 class Row(NamedTuple):
@@ -115,7 +116,7 @@ def diagnose(model, x, y=None, sample_weight=None):
 
     Raises:
         TypeError: If the model is not gradient-scaled.
-        ValueError: If it is not compiled.
+        ValueError: If it is not compiled, or without a loss.
 
     Example:
 
@@ -143,7 +144,8 @@ def diagnose(model, x, y=None, sample_weight=None):
 def examine(model, x, y=None, sample_weight=None):
     """`diagnose` without printing."""
     x, y, sample_weight = keras.tree.map_structure(
-        lambda a: None if a is None else tf.convert_to_tensor(a), (x, y, sample_weight)
+        lambda a: a if a is None or isinstance(a, tf.SparseTensor) else tf.convert_to_tensor(a),
+        (x, y, sample_weight),
     )
     with _unchanged(model), _without_noise(model):
         if not model._has_scales():
@@ -182,17 +184,30 @@ def _step(model, x, y, sample_weight, observer):
     region.observer = observer
     try:
         with tf.GradientTape(persistent=True) as tape:
-            tape.watch([a for a in keras.tree.flatten(x) if a.dtype.is_floating])
+            tape.watch([a for a in keras.tree.flatten(x) if is_dense_float(a)])
             y_pred = model(x, training=True)
-            loss = model.compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
+            loss = _loss(model, x, y, y_pred, sample_weight)
         seen = [value for _, value in observer.outputs.values()] if observer.plain else []
         variables = [v.value for v in model.trainable_variables]
         gradients = tape.gradient(loss, seen + variables)
     finally:
         region.observer = None
     return float(loss), [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def _loss(model, x, y, y_pred, sample_weight):
+    try:
+        return model.compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+        )
+    except ValueError as error:
+        if "No loss to compute" not in str(error):
+            raise
+        raise ValueError(
+            f"Model '{model.name}' must have a loss to be diagnosed: what a `train_step` of one's "
+            "own computes is not known. Compile it with a loss, or give the class a "
+            "`compute_loss`. Received: a model without a loss"
+        ) from error
 
 
 def _only(found):
@@ -243,6 +258,8 @@ def _fault(given, tensors, ours, loss):
 
 
 def _is_finite(x):
+    if isinstance(x, tf.SparseTensor):
+        x = x.values
     if x is None or not x.dtype.is_floating:
         return True
     return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(x))))

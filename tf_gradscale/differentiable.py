@@ -24,7 +24,7 @@ def differentiable(function, inputs, owner):
         function: Takes the inputs. Returns a list of output tensors, and a function from their
             gradients and a list of the `tf.Variable`s that were read, to the gradients of the
             inputs and those of the variables (two lists, `None` for none).
-        inputs: List of tensors.
+        inputs: List of tensors, dense or sparse.
         owner: With it goes the gradient, which must not refer to it.
 
     Returns:
@@ -34,11 +34,16 @@ def differentiable(function, inputs, owner):
     with record.VariableWatcher() as watcher:
         outputs, gradient = function(*inputs)
     variables = list({v.ref(): v for v in watcher.watched_variables()}.values())
-    sources = [*inputs, *map(tf.convert_to_tensor, variables)]
+    # A sparse tensor is three, none of which has a gradient.
+    parts = [tf.nest.flatten(x, expand_composites=True) for x in inputs]
+    sources = [*itertools.chain(*parts), *map(tf.convert_to_tensor, variables)]
 
     def backward(*upstream):
         dxs, dvs = gradient(upstream, variables)
-        return [*dxs, *dvs]
+        dxs = [
+            [dx] if len(xs) == 1 else [None] * len(xs) for dx, xs in zip(dxs, parts, strict=True)
+        ]
+        return [*itertools.chain(*dxs), *dvs]
 
     with record.stop_recording():
         if tf.executing_eagerly():

@@ -22,17 +22,19 @@ class Tensor:
         dtype: Its name.
         weight: Whether it is made of variables alone.
         masked: Whether it is an input that must come with a mask.
+        sparse: Whether it is a `tf.SparseTensor`.
     """
 
     shape: tuple
     dtype: str
     weight: bool = False
     masked: bool = False
+    sparse: bool = False
 
     @property
     def is_float(self):
         """Whether a gradient can flow through it."""
-        return "float" in self.dtype
+        return "float" in self.dtype and not self.sparse
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,10 @@ class Guard:
         # What each replica of this process gets: any of them may be the one.
         for leaf in zip(*leaves, strict=True):
             part = keras.tree.pack_sequence_as(batch, leaf)
-            fault = examine(self._model, *keras.utils.unpack_x_y_sample_weight(part)).fault
+            try:
+                fault = examine(self._model, *keras.utils.unpack_x_y_sample_weight(part)).fault
+            except Exception as error:  # a `train_step` of one's own may do without a loss
+                return f"Which tensor broke first cannot be told ({type(error).__name__}: {error})."
             if fault is not None:
                 return f"In the next batch, the first that is not finite is {fault}."
         return "In the next batch all is finite."

@@ -224,6 +224,17 @@ def call_context(training):
         global_state.set_global_attribute("current_call_ctx", outer)
 
 
+@contextlib.contextmanager
+def outside_of_calls():
+    """Within it no layer's call is autocasting, as if none were running."""
+    outer = global_state.get_global_attribute("autocast_scope")
+    global_state.set_global_attribute("autocast_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("autocast_scope", outer)
+
+
 def _call(layer, args, kwargs, scope):
     """Calls the layer, with its `call` run on the Keras tensors themselves.
 

@@ -1,10 +1,13 @@
 """The optimizer wrapper: per-variable unscaling, and skipping of non-finite steps."""
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.config import GradScaleConfig
+from tf_gradscale.registry import ScaleRegistry
 from tf_gradscale.tensors import multiply
 
 
@@ -42,7 +45,7 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         skips_in_a_row: Variable, how many of them were the last ones.
 
     Raises:
-        TypeError: If `inner_optimizer` is no Keras optimizer.
+        TypeError: If `inner_optimizer` is no Keras optimizer, or `scales` no `ScaleRegistry`.
         ValueError: If `inner_optimizer` scales the loss itself.
 
     Example:
@@ -71,6 +74,11 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 "Gradient scaling takes the place of loss scaling; remove `loss_scale_factor` "
                 f"from the optimizer. Received: {inner_optimizer.loss_scale_factor}"
+            )
+        if scales is not None and not isinstance(scales, ScaleRegistry):
+            raise TypeError(
+                "`scales` must be the ScaleRegistry of a converted model, `model.scales`, or None. "
+                f"Received: scales={type(scales).__name__}"
             )
         super().__init__(inner_optimizer, name=name)
         self._scales = scales
@@ -101,10 +109,11 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._scales is scales:
             return
         if self.built or self._scales is not None:
+            was = "it was built" if self._scales is None else "it has the scales of another model"
             raise ValueError(
                 "A GradScaleOptimizer keeps the scales of one model as part of its state. Make a "
                 "new one for another model, around `optimizer.inner_optimizer` to keep its state. "
-                "Received: an optimizer that is in use already"
+                f"Received: an optimizer that is in use already: {was}"
             )
         self._scales = scales
 
@@ -112,6 +121,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the counters, takes over the scale state, and builds the inner optimizer."""
         if self.built:
             return
+        if self._scales is None:
+            self._warn_of_plain_models(var_list)
         for variable in self._scales.variables if self._scales is not None else ():
             self._track_variable(variable)
         counter = dict(shape=(), dtype="int", initializer="zeros", aggregation="none")
@@ -122,6 +133,17 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(var_list)
         keras.optimizers.Optimizer.build(self, var_list)
+
+    def _warn_of_plain_models(self, var_list):
+        """Tells of float16 training in which nothing scales gradients, such as a clone's."""
+        scaled = any(getattr(v, "_is_gradient_scaled", False) for v in var_list)
+        if var_list and not scaled and keras.config.dtype_policy().compute_dtype == "float16":
+            warnings.warn(
+                "A GradScaleOptimizer scales no loss: the model does the scaling. This one trains "
+                "a plain model, whose small gradients are lost in float16. Convert the model "
+                "(tf_gradscale.convert), or use keras.optimizers.LossScaleOptimizer.",
+                stacklevel=2,
+            )
 
     def set_weights(self, weights):
         """Assigns arrays to `variables`, in their order.

@@ -14,7 +14,7 @@ from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
 from tf_gradscale.registry import autocast_off
 from tf_gradscale.rules import Gemm, rule_for
 from tf_gradscale.rules.base import Scaled
-from tf_gradscale.tensors import identity, multiply
+from tf_gradscale.tensors import identity, is_dense_float, multiply
 from tf_gradscale.walk import Walk
 
 _DEFERRED = object()
@@ -116,7 +116,7 @@ class Program:
         self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks, owners = [], []
-        watched = [x for x in inputs if x.dtype.is_floating and _is_watched(x)]
+        watched = any(_is_watched(x) for x in inputs if is_dense_float(x))
 
         def run(*xs):
             for x, mask in zip(xs, masks, strict=True):
@@ -128,9 +128,7 @@ class Program:
             dtypes = [y.dtype for y in outputs]
 
             def gradient(upstream, variables):
-                return self._backward(
-                    xs, records, dtypes, upstream, variables, bool(watched), observer
-                )
+                return self._backward(xs, records, dtypes, upstream, variables, watched, observer)
 
             outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
             return outputs, gradient

@@ -5,6 +5,7 @@ import threading
 import keras
 import tensorflow as tf
 
+from tf_gradscale.opening import outside_of_calls
 from tf_gradscale.program import Program, distinct
 from tf_gradscale.registry import ScaleRegistry
 
@@ -53,6 +54,9 @@ class Region:
                 made = self._programs.values()
                 weights = distinct(w for program in made for w in program.weights())
                 self.scales.build(weights, len(program.graph.head))
+                for weight in weights:
+                    # Which an optimizer that knows no model asks for.
+                    weight._is_gradient_scaled = True
 
     def _program(self, key, training):
         if (key, training) not in self._programs:
@@ -65,7 +69,7 @@ class Region:
             # By another thread, meanwhile.
             return self._programs[key, training]
         # Graphs of their own are made to try out layers; none may be left in the model's.
-        with tf.init_scope():
+        with tf.init_scope(), outside_of_calls():
             self.scales.begin()
             return Program(self._traces[key](training), self.config, self.scales)
 

@@ -3,6 +3,11 @@
 import tensorflow as tf
 
 
+def is_dense_float(x):
+    """Whether a tensor can have a gradient: neither an integer nor a `tf.SparseTensor`."""
+    return x.dtype.is_floating and not isinstance(x, tf.SparseTensor)
+
+
 def map_values(function, gradient):
     """Applies a function to the values of a gradient."""
     if isinstance(gradient, tf.IndexedSlices):

@@ -1,5 +1,6 @@
 """From Keras models to graphs: nested models and composites are opened, one inside the other."""
 
+import contextlib
 import inspect
 import warnings
 
@@ -30,7 +31,7 @@ def trace(function, autocast_dtype=None, training=None, warned=None):
         A `Graph`.
     """
     tracer = _Tracer(training, warned)
-    inputs = [Tensor(kt.shape, kt.dtype) for kt in function.inputs]
+    inputs = [Tensor(kt.shape, kt.dtype, sparse=kt.sparse) for kt in function.inputs]
     outputs = tracer.function(function, inputs, "", training, autocast_dtype)
     return tracer.graph(inputs, outputs, function._outputs_struct)
 
@@ -172,14 +173,21 @@ class _Tracer:
                 kwargs = {**kwargs, **given}
             training = self._resolve(operation, args, kwargs)
         function = inner_function(node, kwargs, tensors) if is_layer else None
-        made = None
+        made = known = None
         if function is not None:
             inputs = [tensors[id(kt)] for kt in node.input_tensors]
             made = self.function(function, inputs, f"{name}/", training, scope_dtype(operation))
         elif is_composite(operation):
             count, losses, reads = len(self.steps), list(self._losses), dict(self._reads)
             was_opened = self.opened
-            made = self._composite(operation, args, kwargs, before, tensors, name, opened)
+            # As within the call around it: some layers of Keras do not autocast if others do.
+            with (
+                contextlib.nullcontext()
+                if autocast_dtype is None
+                else AutocastScope(autocast_dtype)
+            ):
+                inside = before, tensors, name, autocast_dtype, opened
+                made, known = self._composite(operation, args, kwargs, *inside)
             if made is None:
                 # As before the attempt.
                 del self.steps[count:]
@@ -188,32 +196,38 @@ class _Tracer:
         if made is None:
             if is_layer and training is not None and not takes_position(operation, args):
                 kwargs = {**kwargs, "training": training}
-            made = self._leaf(node, args, kwargs, tensors, name, autocast_dtype, opened)
+            made = self._leaf(node, args, kwargs, tensors, name, autocast_dtype, opened, known)
         tensors.update(zip(map(id, node.outputs), made, strict=True))
 
-    def _composite(self, operation, args, kwargs, training, tensors, name, opened):
-        """The steps of a composite; `None` if it cannot be opened, or has no product inside."""
-        first = len(self.steps)
+    def _composite(self, operation, args, kwargs, training, tensors, name, autocast_dtype, opened):
+        """The outputs of a composite, or `None` if it cannot be opened or has no product inside.
+
+        And for one that has none, and adds no loss, the dtypes of its outputs.
+        """
+        first, losses = len(self.steps), len(self._losses)
         try:
             if opened is not None:
                 args, kwargs = keras.tree.map_structure(without_tensors, (args, kwargs))
             if isinstance(operation, keras.layers.Layer):
                 inner = open_call(operation, args, kwargs, training)
-                dtype = scope_dtype(operation)
+                # As Keras: what autocasts nothing does so within others only.
+                casts = operation.autocast or autocast_dtype is None
+                dtype = scope_dtype(operation) if casts else None
             else:
                 inner, dtype = open_attention(operation, args, kwargs), None
         except NotOpenable as reason:
             if getattr(operation, "weights", ()):
                 self.warn(operation, name, reason)
-            return None
+            return None, None
         outputs = self.inside(inner, tensors, f"{name}/", dtype, operation)
-        if not any(map(is_product, self.steps[first:])):
-            return None
         if isinstance(operation, keras.layers.Layer):
             self._activity_loss(operation, outputs, name)
-        return outputs
+        if not any(map(is_product, self.steps[first:])):
+            known = [tensor.dtype for tensor in outputs]
+            return None, known if len(self._losses) == losses else None
+        return outputs, None
 
-    def _leaf(self, node, args, kwargs, tensors, name, autocast_dtype, opened):
+    def _leaf(self, node, args, kwargs, tensors, name, autocast_dtype, opened, known):
         inputs, index = [], {}
 
         def slot(tensor):
@@ -241,15 +255,19 @@ class _Tracer:
             return x
 
         args, kwargs = keras.tree.map_structure(replace, (tuple(args), dict(kwargs)))
-        outputs = [Tensor(kt.shape, kt.dtype) for kt in node.outputs]
+        # Keras takes a product with a number for sparse, too.
+        sparse = any(tensor.sparse for tensor in inputs)
+        outputs = [Tensor(kt.shape, kt.dtype, sparse=kt.sparse and sparse) for kt in node.outputs]
         operation = node.operation
         step = Step(operation, name, args, kwargs, inputs, outputs, autocast_dtype, masks)
         self.steps.append(step)
         if isinstance(operation, keras.layers.Layer):
             if replaces_call(operation):
                 self._activity_loss(operation, outputs, name)
-            else:
+            elif known is None:
                 self._added_losses(step)
+            else:
+                _declare(step, known)
         return outputs
 
     def _activity_loss(self, layer, outputs, name):
@@ -262,9 +280,7 @@ class _Tracer:
     def _added_losses(self, step):
         """What a step's layer adds when Keras runs it."""
         returned, added = tried_out(step)
-        for tensor, dtype in zip(step.outputs, returned, strict=True):
-            # Keras takes a Lambda's output, among others, to be of the layer's dtype.
-            tensor.dtype = dtype
+        _declare(step, returned)
         made = [Tensor((), dtype) for dtype in added]
         if made:
             operation, name = LossesOf(step), f"{step.name}/loss"
@@ -320,3 +336,9 @@ class _Tracer:
             value = None if default is inspect.Parameter.empty else default
         self._training = value
         return value
+
+
+def _declare(step, dtypes):
+    """Notes what a step returns: Keras takes a Lambda's output, among others, for the layer's."""
+    for tensor, dtype in zip(step.outputs, dtypes, strict=True):
+        tensor.dtype = dtype

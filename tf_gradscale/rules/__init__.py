@@ -80,6 +80,8 @@ def rule_for(step, registry):
         return Outside(step, registry)
     if not is_linear(step):
         return Unscaled(step, registry)
+    if any(tensor.sparse for tensor in step.inputs):
+        return Carry(step, registry)
     if Bilinear.takes(step):
         return Bilinear(step, registry)
     for rule in _DIRECT:

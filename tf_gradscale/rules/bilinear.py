@@ -1,5 +1,7 @@
 """f_G of two activations: a scale for the gradient of each operand."""
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -109,8 +111,14 @@ def _matmul(step, a, b, y):
 
 def _einsum(step, a, b, y):
     """All products: the extents of all letters, those in both operands counted once."""
-    operands = step.operation.subscripts.replace(" ", "").split("->")[0]
+    operands, _, output = step.operation.subscripts.replace(" ", "").partition("->")
     letters_a, letters_b = operands.split(",")
+    if output and "..." not in operands:
+        # As many as entries of the product, times the extents that it sums over.
+        extents = dict(zip(letters_a + letters_b, (*a.shape, *b.shape), strict=True))
+        summed = [extents[letter] for letter in extents if letter not in output]
+        if None not in summed:
+            return _size(y) * float(math.prod(summed))
     shared = [letter for letter in letters_a.replace("...", "") if letter in letters_b]
     count = _size(a) * _size(b)
     shape = tf.cast(tf.shape(a), tf.float32)

@@ -10,7 +10,7 @@ from tf_gradscale.counters import as_kept
 from tf_gradscale.inner import Expression, Whole
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Rule, Scaled
-from tf_gradscale.tensors import cast, multiply
+from tf_gradscale.tensors import cast, is_dense_float, multiply
 
 
 class Outside(Rule):
@@ -48,7 +48,7 @@ class Carry(Rule):
             self.split = registry.add_group(names, len(step.outputs) + 1)
 
     def forward(self, inputs, call):
-        floats = [x for x in inputs if x.dtype.is_floating]
+        floats = list(filter(is_dense_float, inputs))
         with tf.GradientTape(persistent=True) as tape:
             for x in floats:
                 tape.watch(x)
@@ -63,7 +63,7 @@ class Carry(Rule):
         ]
         pair = self._join(upstream, walk)
         ys = [y for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
-        xs = [x for x in inputs if x.dtype.is_floating]
+        xs = list(filter(is_dense_float, inputs))
         variables = list(getattr(self.operation, "trainable_variables", []))
         sources = [variable_value(v) for v in variables]
         pair, dxs, dvs = self._scaled_vjp(tape, ys, xs, sources, pair, walk)
@@ -71,7 +71,7 @@ class Carry(Rule):
             if gradient is not None:
                 walk.add(variable, gradient, pair.inverse)
         made = iter(dxs)
-        dxs = [next(made) if x.dtype.is_floating else None for x in inputs]
+        dxs = [next(made) if is_dense_float(x) else None for x in inputs]
         return [None if dx is None else pair._replace(gradient=dx) for dx in dxs]
 
     def _cast(self, group, pair, walk):
