@@ -128,6 +128,8 @@ def main(argv=None):
         text = load(args.data, args.length, args.seed)
     except ValueError as error:
         sys.exit(f"language.py: {error}")
+    epochs = min(VALIDATIONS, args.steps)
+    args.steps = args.steps // epochs * epochs
     print(f"{text.name}: {len(text.train)} characters to train on, {len(text.characters)} kinds")
     loss = keras.losses.sparse_categorical_crossentropy
     rate = keras.optimizers.schedules.CosineDecay(
@@ -147,7 +149,6 @@ def main(argv=None):
     )
     starts = np.arange(0, len(text.val) - args.length - 1, args.length)[:1000]
     costs = methods.Costs()
-    epochs = min(VALIDATIONS, args.steps)
     history = model.fit(
         batches(text, args),
         steps_per_epoch=args.steps // epochs,

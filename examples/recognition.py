@@ -94,6 +94,8 @@ def main(argv=None):
         data = recognition_data.load(args.data, args.seed)
     except ValueError as error:
         sys.exit(f"recognition.py: {error}")
+    epochs = min(VALIDATIONS, args.steps)
+    args.steps = args.steps // epochs * epochs
     print(
         f"{data.name}: {len(data.x_train)} images to train on, {len(data.x_val)} to validate, "
         f"{data.classes} classes"
@@ -111,7 +113,6 @@ def main(argv=None):
         metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="cross_entropy")],
     )
     costs = methods.Costs()
-    epochs = min(VALIDATIONS, args.steps)
     history = model.fit(
         batches(data, args),
         steps_per_epoch=args.steps // epochs,

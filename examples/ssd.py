@@ -1,0 +1,332 @@
+"""The detector of the detection example: SSD on SqueezeNet, plain Keras, the same for all methods.
+
+Maps of several resolutions each predict, for every place and every anchor (a box of fixed size
+there), how a box differs from the anchor and which class it holds; class 0 is the background. Boxes
+are x0, y0, x1, y1 in 0..1; anchors are x, y of the centre, width, height.
+"""
+
+from zipfile import BadZipFile
+
+import keras
+import numpy as np
+import scipy.special
+import tensorflow as tf
+from average_precision import iou
+from keras import layers, ops
+
+FIRE = {2: 16, 3: 16, 4: 32, 5: 32, 6: 48, 7: 48, 8: 64, 9: 64}  # squeezed channels by module
+MEAN = (123.68, 116.779, 103.939)  # of ImageNet's pixels, red to blue
+RANGE = 127.5  # what pixels are divided by
+ASPECTS = (1, 2, 1 / 2)  # width over height of anchors; each map has another, larger square
+SMALLEST = 0.2  # side of the smallest anchors
+VARIANCES = np.float32([0.1, 0.1, 0.2, 0.2])  # what the four differences are divided by
+NEGATIVES = 3  # for each positive
+
+
+# Network.
+
+
+def build_model(size, classes, backbone=None):
+    """Builds the detector, of any policy that is set.
+
+    Args:
+        size: Height and width of the images, a multiple of 32.
+        classes: Number of classes, without the background.
+        backbone: Weights from `load_backbone`; random ones by default.
+
+    Returns:
+        A model from images in 0..255 to a dictionary: "boxes", the differences, of shape
+        (batch, anchors, 4), and "classes", logits of shape (batch, anchors, 1 + classes).
+    """
+    image = keras.Input((size, size, 3), name="image")
+    # Heads add up thousands of values of size 1, and would not bear the rate of all other layers.
+    maps = [layers.Rescaling(1 / 4, name=f"map{i}")(x) for i, x in enumerate(_maps(image))]
+    outputs = {}
+    for name, values in (("boxes", 4), ("classes", 1 + classes)):
+        filters = (1 + len(ASPECTS)) * values
+        heads = []
+        for i, x in enumerate(maps):
+            x = layers.Conv2D(filters, 3, padding="same", name=f"{name}{i}")(x)
+            heads.append(layers.Reshape((-1, values), name=f"{name}{i}_rows")(x))
+        x = layers.Concatenate(axis=1, name=f"{name}_rows")(heads)
+        # The losses are in float32 under every policy; gradients get lost at the cast before them.
+        outputs[name] = layers.Activation("linear", dtype="float32", name=name)(x)
+    model = keras.Model(image, outputs, name="ssd")
+    for name, weights in (backbone or {}).items():
+        model.get_layer(name).set_weights(weights)
+    return model
+
+
+def _conv(x, filters, size, name, strides=1):
+    """Convolution, batch normalisation, ReLU."""
+    x = layers.Conv2D(
+        filters,
+        size,
+        strides=strides,
+        padding="same",
+        use_bias=False,
+        kernel_initializer="he_normal",
+        name=name,
+    )(x)
+    x = layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(x)
+    return layers.ReLU(name=f"{name}_relu")(x)
+
+
+def _squeezenet(image):
+    """SqueezeNet 1.1 without its classifier; returns its maps of 1/8 and 1/16 of the size."""
+    offset = [-mean / RANGE for mean in MEAN]
+    x = layers.Rescaling(1 / RANGE, offset=offset, name="rescale")(image)
+    x = _conv(x, 64, 3, "conv1", strides=2)
+    for module, filters in FIRE.items():
+        if module in (2, 4, 6):
+            eighth = x
+            x = layers.MaxPooling2D(3, strides=2, padding="same", name=f"pool{module - 1}")(x)
+        x = _conv(x, filters, 1, f"fire{module}_squeeze1x1")
+        x = layers.Concatenate(name=f"fire{module}")(
+            [_conv(x, 4 * filters, k, f"fire{module}_expand{k}x{k}") for k in (1, 3)]
+        )
+    return eighth, x
+
+
+def _maps(image):
+    """Adds maps of half the size each, down to 2 x 2."""
+    maps = list(_squeezenet(image))
+    while maps[-1].shape[1] > 2:
+        number = len(maps) + 8  # SqueezeNet's last module is 9
+        x = _conv(maps[-1], 96, 1, f"extra{number}_squeeze1x1")
+        maps.append(_conv(x, 192, 3, f"extra{number}_expand3x3", strides=2))
+    return maps
+
+
+def load_backbone(path, images):
+    """Loads weights of SqueezeNet 1.1, which has biases where there are normalisations here.
+
+    Scales and offsets of these are set so that the network computes what SqueezeNet does as long as
+    images have the statistics of those given here. SqueezeNet was trained on pixels of -128 to 128.
+    All it does is homogeneous, so with pixels and biases divided by 127.5 its maps are, too.
+
+    Args:
+        path: An .npz file of arrays such as "conv1/kernel" and "fire2/expand3x3/bias".
+        images: Some images to take statistics of, of shape (count, size, size, 3).
+
+    Returns:
+        A dictionary of lists of arrays, by the names of layers.
+
+    Raises:
+        ValueError: If there is no such file, or it holds something else.
+    """
+    keras.config.set_dtype_policy("float32")
+    image = keras.Input(images.shape[1:])
+    model = keras.Model(image, _squeezenet(image))
+    convolutions = [layer for layer in model.layers if isinstance(layer, layers.Conv2D)]
+    norms = [model.get_layer(f"{layer.name}_norm") for layer in convolutions]
+    arrays, biases = _read_backbone(path, convolutions), []
+    for layer, norm in zip(convolutions, norms, strict=True):
+        kernel, bias = (arrays[_key(layer, kind)] for kind in ("kernel", "bias"))
+        # The file's network takes blue before green and red.
+        layer.kernel.assign(kernel[:, :, ::-1] if layer.name == "conv1" else kernel)
+        biases.append(bias / np.float32(RANGE))
+        # For the moment no normalisation, so that the maps below are SqueezeNet's own.
+        one = np.ones_like(bias)
+        norm.set_weights([one, biases[-1], 0 * one, one - norm.epsilon])
+    maps = keras.Model(image, [norm.input for norm in norms]).predict(images, verbose=0)
+    found = {layer.name: layer.get_weights() for layer in convolutions}
+    for norm, x, bias in zip(norms, maps, biases, strict=True):
+        mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        found[norm.name] = [np.sqrt(variance + norm.epsilon), mean + bias, mean, variance]
+    return found
+
+
+def _key(layer, kind):
+    return f"{layer.name.replace('_', '/')}/{kind}"
+
+
+def _read_backbone(path, convolutions):
+    """Returns the arrays of a file, if it has kernels and biases for all convolutions."""
+
+    def error(problem):
+        return ValueError(
+            f"--backbone cannot be used: {problem}. Expected an .npz with weights of SqueezeNet "
+            f"1.1 (pixels blue, green, red) as {2 * len(convolutions)} arrays: kernel and bias of "
+            "conv1 (conv1/kernel of shape (3, 3, 3, 64), conv1/bias), fire2/squeeze1x1, "
+            "fire2/expand1x1, fire2/expand3x3, ... fire9/expand3x3. Leave out --backbone to start "
+            f"from random weights.\nReceived: {path}"
+        )
+
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = dict(archive)
+    except FileNotFoundError as cause:
+        raise error("there is no such file") from cause
+    except (AttributeError, EOFError, OSError, TypeError, ValueError, BadZipFile) as cause:
+        raise error("it is not an .npz archive") from cause
+    for layer in convolutions:
+        shape = tuple(layer.kernel.shape)
+        for name, expected in ((_key(layer, "kernel"), shape), (_key(layer, "bias"), shape[-1:])):
+            if name not in arrays:
+                raise error(f"{name} is missing")
+            if arrays[name].shape != expected:
+                raise error(f"{name} has shape {arrays[name].shape}, not {expected}")
+    return arrays
+
+
+# Anchors, and boxes as differences from them.
+
+
+def make_anchors(size):
+    """Returns the anchors in the order of the model's outputs, float32 of shape (count, 4)."""
+    sides = [size // 8, size // 16]
+    while sides[-1] > 2:
+        sides.append(-(-sides[-1] // 2))
+    scales = np.linspace(SMALLEST, 1, len(sides) + 1)
+    anchors = []
+    for side, scale, following in zip(sides, scales, scales[1:], strict=False):
+        shapes = [(scale * aspect**0.5, scale / aspect**0.5) for aspect in ASPECTS]
+        shapes.append(((scale * following) ** 0.5,) * 2)
+        centres = (np.arange(side) + 0.5) / side
+        for y in centres:
+            anchors += [(x, y, *shape) for x in centres for shape in shapes]
+    return np.asarray(anchors, np.float32)
+
+
+def corners(anchors):
+    """Turns centres and sizes into x0, y0, x1, y1."""
+    centre, half = anchors[..., :2], anchors[..., 2:] / 2
+    return np.concatenate([centre - half, centre + half], axis=-1)
+
+
+def match(overlap, least=0.5):
+    """Chooses a box for each anchor.
+
+    Args:
+        overlap: IoU of shape (anchors, boxes).
+        least: From which IoU on an anchor takes the box that it overlaps most.
+
+    Returns:
+        For each anchor the index of its box, or -1. Every box also takes one anchor whatever their
+        IoU: the pair with the largest, then that of those left, and so on.
+    """
+    matched = np.full(len(overlap), -1)
+    if overlap.shape[1] == 0:
+        return matched
+    near = overlap.max(axis=1) >= least
+    matched[near] = overlap[near].argmax(axis=1)
+    left = overlap.copy()
+    for _ in range(overlap.shape[1]):
+        anchor, box = np.unravel_index(left.argmax(), left.shape)
+        matched[anchor] = box
+        left[anchor], left[:, box] = -1, -1
+    return matched
+
+
+def encode(boxes, labels, anchors):
+    """The targets of one image.
+
+    Args:
+        boxes: Of shape (count, 4).
+        labels: Of shape (count,), the first class is 0.
+        anchors: From `make_anchors`.
+
+    Returns:
+        For each anchor 4 differences and a 1 if it has a box (float32, 5 columns; otherwise they
+        are 0), and its class (int32; 0 if it has no box, 1 for the first class).
+    """
+    matched = match(iou(corners(anchors), boxes))
+    taken = matched >= 0
+    targets = np.zeros((len(anchors), 5), np.float32)
+    classes = np.zeros(len(anchors), np.int32)
+    chosen, anchors = boxes[matched[taken]], anchors[taken]
+    centre, extent = (chosen[:, :2] + chosen[:, 2:]) / 2, chosen[:, 2:] - chosen[:, :2]
+    difference = [(centre - anchors[:, :2]) / anchors[:, 2:], np.log(extent / anchors[:, 2:])]
+    targets[taken, :4] = np.concatenate(difference, axis=1) / VARIANCES
+    targets[taken, 4] = 1
+    classes[taken] = labels[matched[taken]] + 1
+    return targets, classes
+
+
+def decode(differences, anchors):
+    """Returns the boxes that differ so from the anchors: the inverse of `encode`."""
+    differences = differences * VARIANCES
+    centre = anchors[:, :2] + differences[..., :2] * anchors[:, 2:]
+    # No box is larger than this anyway, and an untrained network must not overflow.
+    extent = np.exp(np.minimum(differences[..., 2:], 4)) * anchors[:, 2:]
+    return corners(np.concatenate([centre, extent], axis=-1))
+
+
+def detect(outputs, anchors, least=0.01, most=100):
+    """Turns the model's outputs into detections.
+
+    Args:
+        outputs: Dictionary of arrays, as the model returns it.
+        anchors: From `make_anchors`.
+        least: Smallest score of a detection.
+        most: How many detections an image has at most.
+
+    Returns:
+        For each image boxes (n, 4), labels (n,) and scores (n,), the surest first; of those of one
+        class that overlap by more than an IoU of 0.45 only the surest is left.
+    """
+    boxes = decode(np.asarray(outputs["boxes"]), anchors)
+    scores = scipy.special.softmax(np.asarray(outputs["classes"]), axis=-1)[..., 1:]
+    # It expects y before x, and treats both alike.
+    found = tf.image.combined_non_max_suppression(
+        boxes[:, :, None], scores, most, most, iou_threshold=0.45, score_threshold=least
+    )
+    boxes, scores, labels, counts = (array.numpy() for array in found)
+    labels = labels.astype(np.int32)
+    return [(boxes[i, :n], labels[i, :n], scores[i, :n]) for i, n in enumerate(counts)]
+
+
+# Loss.
+
+
+def hard_negatives(entropy, labels):
+    """Chooses the anchors without a box on which the network errs most, in each image.
+
+    Args:
+        entropy: Cross-entropy of each anchor, of shape (batch, anchors).
+        labels: Their classes; 0 has no box, -1 cannot be chosen.
+
+    Returns:
+        Boolean; for each anchor with a box 3 others, or all if there are fewer.
+    """
+    negative = labels == 0
+    rank = ops.argsort(ops.argsort(ops.where(negative, -entropy, np.inf), axis=1), axis=1)
+    count = NEGATIVES * ops.sum(ops.cast(labels > 0, "int32"), axis=1, keepdims=True)
+    return ops.logical_and(rank < count, negative)
+
+
+def mine(labels, logits):
+    """Fixes which anchors count: returns labels with -1 for those that are not chosen."""
+    entropy = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+    return np.where(labels > 0, labels, np.asarray(hard_negatives(entropy, labels)) - 1)
+
+
+def losses(box_weight=1.0, class_weight=1.0):
+    """The two losses: sums over anchors, over the number of anchors with a box in the batch.
+
+    Args:
+        box_weight: Of the smooth L1 loss of the differences.
+        class_weight: Of the cross-entropy of positives and hard negatives.
+
+    Returns:
+        A dictionary of functions of (targets, outputs), by output.
+    """
+
+    def boxes(y_true, y_pred):
+        matched = y_true[..., 4]
+        # Huber's loss with delta 1; Keras takes the mean of the four differences.
+        error = 4 * keras.losses.huber(y_true[..., :4], y_pred)
+        return box_weight * ops.sum(matched * error) / ops.maximum(ops.sum(matched), 1)
+
+    def classes(y_true, y_pred):
+        labels = ops.cast(y_true, "int32")
+        entropy = keras.losses.sparse_categorical_crossentropy(
+            ops.maximum(labels, 0), y_pred, from_logits=True
+        )
+        positive = labels > 0
+        chosen = ops.logical_or(positive, hard_negatives(ops.stop_gradient(entropy), labels))
+        matched = ops.maximum(ops.sum(ops.cast(positive, "float32")), 1)
+        return class_weight * ops.sum(ops.where(chosen, entropy, 0)) / matched
+
+    return {"boxes": boxes, "classes": classes}
