@@ -229,9 +229,11 @@ def write(folder, page, tasks, wanted):
         title = function.__doc__.split("\n")[0].rstrip(".")
         parts.append(f"![{title}](results/{file})\n\n*{title}.*\n")
     before = page.read_text(encoding="utf-8").partition(MARK)[0] if page.exists() else ""
+    before = before.replace(NOTHING_YET, "").rstrip() + "\n\n"
     page.write_text(before + MARK + "\n\n" + "\n".join(parts), encoding="utf-8")
 
 
+NOTHING_YET = "No run of the comparison has been made yet."
 MARK = "<!-- From here on written by benchmarks/compare.py. -->"
 
 

@@ -1,11 +1,11 @@
 """Losses that layers add inside a model: those of Keras in number and size, gradients right."""
 
-import compare
+import comparison
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compare import Threefold, build_all, error, normal, relative
+from comparison import Threefold, build_all, error, normal, relative
 from keras import ops
 
 import tf_gradscale as gs
@@ -110,7 +110,7 @@ def of_vectors(name):
 
 
 def with_losses(model, x):
-    return compare.linear(model, x) + sum(ops.cast(loss, "float32") for loss in model.losses)
+    return comparison.linear(model, x) + sum(ops.cast(loss, "float32") for loss in model.losses)
 
 
 def only_losses(model, x):
@@ -211,8 +211,8 @@ def test_outputs_of_different_weights(run, weights):
     if max(weights) / min(weights) < 1e10:
         return
     # With one scale for all, the largest gradients overflow or the smallest are lost.
-    wanted = threefold.gradients(threefold.true, compare.eagerly)()
-    plain = threefold.gradients(threefold.plain, compare.eagerly)
+    wanted = threefold.gradients(threefold.true, comparison.eagerly)()
+    plain = threefold.gradients(threefold.plain, comparison.eagerly)
     for exponent in range(0, 20, 4):
         found = plain(2.0**exponent / max(weights))
         assert not all(relative(f, w) < 0.02 for f, w in zip(found, wanted, strict=True))

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compare import TINY, Threefold, build_all, error, linear, normal
+from comparison import TINY, Threefold, build_all, error, linear, normal
 from conftest import MODES
 from keras import ops
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compare import TINY, Threefold, error, normal
+from comparison import TINY, Threefold, error, normal
 
 import tf_gradscale as gs
 from tf_gradscale import formats

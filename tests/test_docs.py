@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compare import Threefold, normal
+from comparison import Threefold, normal
 
 import tf_gradscale as gs
 

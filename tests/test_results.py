@@ -1,0 +1,123 @@
+"""The comparison's bookkeeping: which runs there are, what is compared, what is written."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import compare  # noqa: E402
+import methods  # noqa: E402
+import results  # noqa: E402
+
+
+def record(folder, task, precision, scaling, seed, final):
+    """A result as an example writes it."""
+    path = compare.Run(task, 1.0, precision, scaling, seed).path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metric = "val_perplexity" if task == "language" else "val_miou"
+    found = {
+        "method": [precision, scaling],
+        "data": "made up",
+        "options": {"seed": seed, "steps": 11},
+        "metric": metric,
+        "final": final,
+        "history": {metric: [0.25, final]},
+        "steps_lost": seed,
+        "lost_entries": 0.01,
+        "seconds": 5.0,
+        "peak_mib": 900.0,
+        "log2_scales_by_epoch": [[0.0, 1.0], [3.0, 4.0]],
+    }
+    path.write_text(json.dumps(found))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "results"
+    for k, scaling in enumerate(compare.FIXED):
+        for task in ("language", "segmentation"):
+            record(folder, task, "float16", scaling, 0, 0.5 - 0.01 * abs(k - 2))
+    for seed in (0, 1, 2):
+        record(folder, "segmentation", "float32", "none", seed, 0.5 + 0.01 * seed)
+        record(folder, "segmentation", "float16", "balanced", seed, 0.5 + 0.02 * seed)
+        record(folder, "segmentation", "float16", "paper", seed, 0.4)
+    return folder
+
+
+def test_the_best_fixed_scale(folder):
+    assert results.best_fixed(folder / "segmentation" / "1", higher=True) == "fixed:2^11"
+    # Both ends of the sweep are as far away; the first is taken.
+    assert results.best_fixed(folder / "language" / "1", higher=False) == "fixed:2^0"
+    assert results.best_fixed(folder / "nothing", higher=True) is None
+    record(folder, "segmentation", "float16", "fixed:2^15", 0, float("nan"))
+    assert results.best_fixed(folder / "segmentation" / "1", higher=True) == "fixed:2^11"
+
+
+def test_differences_are_paired_by_seed(folder):
+    found = results.read(folder / "segmentation" / "1")
+    mean, spread, count = results.difference(found["balanced"], found["float32"])
+    # 0, 0.01 and 0.02.
+    np.testing.assert_allclose([mean, spread, count], [0.01, 0.01, 3])
+    one = results.difference(found["fixed:2^0"], found["float32"])
+    np.testing.assert_allclose(one, [-0.02, np.nan, 1])
+    assert results.difference(found["balanced"], {})[2] == 0
+
+
+def test_runs_come_in_the_order_of_importance(folder):
+    runs = list(compare.runs(["segmentation"], folder))
+    assert len(runs) == len(set(runs))
+    assert len({run.path(folder) for run in runs}) == len(runs)
+    first, last = runs[: len(compare.MAIN + compare.SWEEP)], runs[-2 * len(compare.REST) :]
+    assert {run.seed for run in first} == {0} and {run.multiplier for run in first} == {1.0}
+    assert [run.scaling for run in last[: len(compare.REST)]] == [way for _, way in compare.REST]
+    # The best of the sweep has three seeds, the others one.
+    seeds = [run.seed for run in runs if run.scaling == "fixed:2^11" and run.multiplier == 1]
+    assert seeds == [0, 1, 2]
+    assert [run.seed for run in runs if run.scaling == "fixed:2^7" and run.multiplier == 1] == [0]
+
+
+def test_every_method_of_the_comparison_is_one_of_the_examples():
+    for precision, scaling in compare.MAIN + compare.SWEEP + compare.REST:
+        assert methods.parse(precision, scaling) == (precision, scaling)
+        way = scaling if precision == "float16" else precision
+        assert results.order(way)
+
+
+def test_commands(tmp_path):
+    args = compare.parse_arguments(["--voc", str(tmp_path), "--squeezenet", "w.npz"])
+    run = compare.Run("detection-96-b8", 1e-4, "float16", "paper:16,1024", 2)
+    given = compare.command(run, args)
+    assert given[1].endswith("detection.py") and str(tmp_path) in given
+    assert given[given.index("--loss-multiplier") + 1] == "0.0001"
+    assert Path(given[given.index("--backbone") + 1]).is_absolute()
+    assert "--data" not in compare.command(run._replace(task="language"), args)
+
+
+def test_the_page(folder, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text(f"# Title\n\n{results.NOTHING_YET}\n")
+    wanted = [
+        compare.Run("segmentation", 1.0, "float16", "balanced", 2),
+        compare.Run("segmentation", 1.0, "bfloat16", "none", 0),
+    ]
+    for _ in range(2):
+        results.write(folder, page, compare.TASKS, wanted)
+    text = page.read_text()
+    assert text.startswith("# Title\n\n" + results.MARK) and text.count(results.MARK) == 1
+    assert "| balanced (ours) | 3 | 52.0 | +1.0 ± 1.0 | 1 | 1 % | 500 | 900 |" in text
+    assert "| fixed scale 2^0 | 1 | 0.480 |  | 0 | 1 % | 500 | 900 |" in text
+    assert "- segmentation, loss × 1: bfloat16 (0)" in text
+    for name in ("fixed_scales", "curves", "scales"):
+        with Image.open(folder / f"{name}.png") as picture:
+            assert min(picture.size) > 300
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match="must be there before they are reported. Received: "):
+        results.write(tmp_path, tmp_path / "page.md", compare.TASKS, [])
