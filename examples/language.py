@@ -132,8 +132,9 @@ def main(argv=None):
     args.steps = args.steps // epochs * epochs
     print(f"{text.name}: {len(text.train)} characters to train on, {len(text.characters)} kinds")
     loss = keras.losses.sparse_categorical_crossentropy
+    warmup = args.steps // 10
     rate = keras.optimizers.schedules.CosineDecay(
-        0.0, args.steps, warmup_target=args.learning_rate, warmup_steps=args.steps // 10
+        0.0, args.steps - warmup, warmup_target=args.learning_rate, warmup_steps=warmup
     )
     model = methods.compiled(
         args.method,
