@@ -4,12 +4,11 @@ Every loader returns a `Dataset`. Images are uint8 arrays, squashed to a square 
 are x0, y0, x1, y1 in 0..1 of width and height; labels number the classes from 0.
 """
 
-import io
+import functools
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
 
+import data_files
 import numpy as np
 from average_precision import iou
 from PIL import Image
@@ -58,16 +57,10 @@ def load(path, size, seed=0):
     if path is None:
         train, val = draw_shapes(320, size, 2 * seed), draw_shapes(80, size, 2 * seed + 1)
         return Dataset("drawn shapes", train, val, SHAPES)
-    path = Path(path)
-    if path.is_dir():
-        return _load_folder(path, size)
-    if path.is_file():
-        return _load_npz(path, size)
-    raise _error(path, "there is no such file or folder")
+    return data_files.load(path, _load_folder, _load_npz, _error, size)
 
 
-def _error(path, problem):
-    return ValueError(f"--data cannot be used: {problem}. {EXPECTED}\nReceived: {path}")
+_error = functools.partial(data_files.error, expected=EXPECTED)
 
 
 def _read(path, file, size):
@@ -162,12 +155,9 @@ def _annotated(year, name, size):
 
 def _load_npz(path, size):
     """Loads an archive of JPEG files and boxes."""
-    try:
-        # Without pickles a file cannot run code.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            archive = dict(arrays)
-    except (AttributeError, EOFError, OSError, TypeError, ValueError, BadZipFile) as error:
-        raise _error(path, "it is not an .npz archive") from error
+    archive = data_files.read_npz(path)
+    if archive is None:
+        raise _error(path, "it is not an .npz archive")
     needed = ("jpeg_bytes", "jpeg_offsets", "split", "boxes", "box_class", "box_image")
     if not set(needed) <= archive.keys():
         raise _error(path, f"it holds {sorted(archive)}")
@@ -179,7 +169,7 @@ def _load_npz(path, size):
         chosen = np.flatnonzero(splits == number)
         if not len(chosen):
             raise _error(path, f"it has no {split} images")
-        files = (io.BytesIO(data[offsets[i] : offsets[i + 1]].tobytes()) for i in chosen)
+        files = data_files.files_in(data, offsets, chosen)
         rows = [np.flatnonzero(owners == i) for i in chosen]
         parts.append(
             Split(

@@ -3,12 +3,11 @@
 Every loader returns a `Dataset` of uint8 images (count, height, width, 3) and labels (count,).
 """
 
-import io
+import functools
 import pickle
-import zipfile
-from pathlib import Path
 from typing import NamedTuple
 
+import data_files
 import keras
 import numpy as np
 from PIL import Image, ImageDraw
@@ -48,18 +47,7 @@ def load(path, seed=0):
     if path == "cifar10":
         (x, y), (x_val, y_val) = keras.datasets.cifar10.load_data()
         return Dataset("CIFAR-10", x, y.ravel(), x_val, y_val.ravel())
-    path = Path(path)
-    if path.is_dir():
-        return _load_folder(path)
-    if not path.is_file():
-        raise _error(path, "there is no such file or folder")
-    try:
-        with np.load(path) as file:
-            return _load_npz(path, file)
-    except (ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        if "--data" in str(error):
-            raise
-        raise _error(path, "it is no .npz file") from error
+    return data_files.load(path, _load_folder, _load_npz, _error)
 
 
 def draw(count, seed):
@@ -90,8 +78,7 @@ def draw(count, seed):
     return images, labels
 
 
-def _error(path, problem):
-    return ValueError(f"--data cannot be used: {problem}. {EXPECTED}\nReceived: {path}")
+_error = functools.partial(data_files.error, expected=EXPECTED)
 
 
 def _load_folder(folder):
@@ -106,7 +93,10 @@ def _load_folder(folder):
     return Dataset("CIFAR-10", np.concatenate(x[:5]), np.concatenate(y[:5]), x[5], y[5])
 
 
-def _load_npz(path, file):
+def _load_npz(path):
+    file = data_files.read_npz(path)
+    if file is None:
+        raise _error(path, "it is no .npz file")
     if "train_jpeg_bytes" in file:
         parts = []
         for split in ("train", "test"):
@@ -125,5 +115,5 @@ def _load_npz(path, file):
 
 def _decode(file, split):
     data, offsets = file[f"{split}_jpeg_bytes"], file[f"{split}_jpeg_offsets"]
-    parts = (data[a:b].tobytes() for a, b in zip(offsets[:-1], offsets[1:], strict=True))
-    return np.stack([np.asarray(Image.open(io.BytesIO(p)).convert("RGB")) for p in parts])
+    files = data_files.files_in(data, offsets, range(len(offsets) - 1))
+    return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])

@@ -1,6 +1,7 @@
 """Residual networks for small images, of ResNet-18's and ResNet-50's blocks, and plain ones."""
 
 import keras
+from blocks import conv_block
 from keras import layers
 
 # Blocks in each of four stages, each of which halves the maps and doubles the width.
@@ -19,7 +20,7 @@ def build_model(shape, classes, depth=18, width=16, residual=True):
     """
     inputs = keras.Input(shape, name="image")
     x = layers.Rescaling(1 / 127.5, offset=-1)(inputs)
-    x = _convolution(x, width, 3, 1, "stem")
+    x = conv_block(x, width, "stem")
     for stage, blocks in enumerate(DEPTHS[depth]):
         for block in range(blocks):
             stride = 2 if stage and not block else 1
@@ -30,32 +31,17 @@ def build_model(shape, classes, depth=18, width=16, residual=True):
     return keras.Model(inputs, layers.Activation("softmax", dtype="float32", name="softmax")(x))
 
 
-def _convolution(x, filters, size, stride, name, activation=True):
-    """Convolution, batch normalisation and, unless it is a block's last, ReLU."""
-    x = layers.Conv2D(
-        filters,
-        size,
-        stride,
-        padding="same",
-        use_bias=False,
-        kernel_initializer="he_normal",
-        name=name,
-    )(x)
-    x = layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(x)
-    return layers.ReLU(name=f"{name}_relu")(x) if activation else x
-
-
 def _block(x, filters, stride, bottleneck, residual, name):
     if bottleneck:
-        y = _convolution(x, filters, 1, 1, f"{name}_reduce")
-        y = _convolution(y, filters, 3, stride, f"{name}_middle")
+        y = conv_block(x, filters, f"{name}_reduce", 1)
+        y = conv_block(y, filters, f"{name}_middle", 3, stride)
         filters *= 4
-        y = _convolution(y, filters, 1, 1, f"{name}_expand", activation=False)
+        y = conv_block(y, filters, f"{name}_expand", 1, activation=False)
     else:
-        y = _convolution(x, filters, 3, stride, f"{name}_first")
-        y = _convolution(y, filters, 3, 1, f"{name}_second", activation=False)
+        y = conv_block(x, filters, f"{name}_first", 3, stride)
+        y = conv_block(y, filters, f"{name}_second", activation=False)
     if residual:
         if stride > 1 or x.shape[-1] != filters:
-            x = _convolution(x, filters, 1, stride, f"{name}_shortcut", activation=False)
+            x = conv_block(x, filters, f"{name}_shortcut", 1, stride, activation=False)
         y = layers.Add(name=f"{name}_add")([x, y])
     return layers.ReLU(name=f"{name}_out")(y)

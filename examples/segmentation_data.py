@@ -4,11 +4,11 @@ Every loader returns a `Dataset`: images and labels as uint8 arrays of one size.
 `len(classes)` are classes; `len(classes)` itself means unlabelled.
 """
 
-import io
+import functools
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
 
+import data_files
 import numpy as np
 import scenes
 from PIL import Image
@@ -65,16 +65,10 @@ def load(path, size, seed=0):
         train = scenes.draw_scenes(80, size, seed=2 * seed)
         val = scenes.draw_scenes(24, size, seed=2 * seed + 1)
         return Dataset("drawn scenes", *train, *val, scenes.CLASSES)
-    path = Path(path)
-    if path.is_dir():
-        return _load_folder(path, size)
-    if path.is_file():
-        return _load_npz(path, size)
-    raise _error(path, "there is no such file or folder")
+    return data_files.load(path, _load_folder, _load_npz, _error, size)
 
 
-def _error(path, problem):
-    return ValueError(f"--data cannot be used: {problem}. {EXPECTED}\nReceived: {path}")
+_error = functools.partial(data_files.error, expected=EXPECTED)
 
 
 def _resize(image, label, size):
@@ -135,12 +129,9 @@ def _pairs(folder, split):
 
 def _load_npz(path, size):
     """Loads an archive of plain arrays, or of JPEG files with label maps."""
-    try:
-        # Without pickles a file cannot run code.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            archive = dict(arrays)
-    except (AttributeError, EOFError, OSError, TypeError, ValueError, BadZipFile) as error:
-        raise _error(path, "it is not an .npz archive") from error
+    archive = data_files.read_npz(path)
+    if archive is None:
+        raise _error(path, "it is not an .npz archive")
     names, splits = archive.keys(), []
     if {"jpeg_bytes", "jpeg_offsets", "split", "labels"} <= names:
         data, offsets, all_labels = (archive[k] for k in ("jpeg_bytes", "jpeg_offsets", "labels"))
@@ -148,7 +139,7 @@ def _load_npz(path, size):
             chosen = np.flatnonzero(archive["split"] == split)
             if not len(chosen):
                 raise _error(path, f"it has no {SPLITS[split]} images")
-            files = (io.BytesIO(data[offsets[i] : offsets[i + 1]].tobytes()) for i in chosen)
+            files = data_files.files_in(data, offsets, chosen)
             pairs = zip(map(Image.open, files), all_labels[chosen], strict=True)
             splits += _stack(pairs, size)
     elif {"x_train", "y_train", "x_val", "y_val"} <= names:

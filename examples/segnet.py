@@ -2,18 +2,10 @@
 
 import keras
 import numpy as np
+from blocks import conv_block
 from keras import layers, ops
 
 WIDTHS = (16, 32, 48, 64)  # filters per stage; each further stage works at half the size
-
-
-def conv_block(x, filters, name):
-    """Convolution, batch normalisation, ReLU."""
-    x = layers.Conv2D(
-        filters, 3, padding="same", use_bias=False, kernel_initializer="he_normal", name=name
-    )(x)
-    x = layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(x)
-    return layers.ReLU(name=f"{name}_relu")(x)
 
 
 def build_model(size, classes):

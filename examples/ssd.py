@@ -5,13 +5,13 @@ there), how a box differs from the anchor and which class it holds; class 0 is t
 are x0, y0, x1, y1 in 0..1; anchors are x, y of the centre, width, height.
 """
 
-from zipfile import BadZipFile
-
+import data_files
 import keras
 import numpy as np
 import scipy.special
 import tensorflow as tf
 from average_precision import iou
+from blocks import conv_block
 from keras import layers, ops
 
 FIRE = {2: 16, 3: 16, 4: 32, 5: 32, 6: 48, 7: 48, 8: 64, 9: 64}  # squeezed channels by module
@@ -57,33 +57,18 @@ def build_model(size, classes, backbone=None):
     return model
 
 
-def _conv(x, filters, size, name, strides=1):
-    """Convolution, batch normalisation, ReLU."""
-    x = layers.Conv2D(
-        filters,
-        size,
-        strides=strides,
-        padding="same",
-        use_bias=False,
-        kernel_initializer="he_normal",
-        name=name,
-    )(x)
-    x = layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(x)
-    return layers.ReLU(name=f"{name}_relu")(x)
-
-
 def _squeezenet(image):
     """SqueezeNet 1.1 without its classifier; returns its maps of 1/8 and 1/16 of the size."""
     offset = [-mean / RANGE for mean in MEAN]
     x = layers.Rescaling(1 / RANGE, offset=offset, name="rescale")(image)
-    x = _conv(x, 64, 3, "conv1", strides=2)
+    x = conv_block(x, 64, "conv1", strides=2)
     for module, filters in FIRE.items():
         if module in (2, 4, 6):
             eighth = x
             x = layers.MaxPooling2D(3, strides=2, padding="same", name=f"pool{module - 1}")(x)
-        x = _conv(x, filters, 1, f"fire{module}_squeeze1x1")
+        x = conv_block(x, filters, f"fire{module}_squeeze1x1", 1)
         x = layers.Concatenate(name=f"fire{module}")(
-            [_conv(x, 4 * filters, k, f"fire{module}_expand{k}x{k}") for k in (1, 3)]
+            [conv_block(x, 4 * filters, f"fire{module}_expand{k}x{k}", k) for k in (1, 3)]
         )
     return eighth, x
 
@@ -93,8 +78,8 @@ def _maps(image):
     maps = list(_squeezenet(image))
     while maps[-1].shape[1] > 2:
         number = len(maps) + 8  # SqueezeNet's last module is 9
-        x = _conv(maps[-1], 96, 1, f"extra{number}_squeeze1x1")
-        maps.append(_conv(x, 192, 3, f"extra{number}_expand3x3", strides=2))
+        x = conv_block(maps[-1], 96, f"extra{number}_squeeze1x1", 1)
+        maps.append(conv_block(x, 192, f"extra{number}_expand3x3", strides=2))
     return maps
 
 
@@ -154,12 +139,11 @@ def _read_backbone(path, convolutions):
         )
 
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = dict(archive)
+        arrays = data_files.read_npz(path)
     except FileNotFoundError as cause:
         raise error("there is no such file") from cause
-    except (AttributeError, EOFError, OSError, TypeError, ValueError, BadZipFile) as cause:
-        raise error("it is not an .npz archive") from cause
+    if arrays is None:
+        raise error("it is not an .npz archive")
     for layer in convolutions:
         shape = tuple(layer.kernel.shape)
         for name, expected in ((_key(layer, "kernel"), shape), (_key(layer, "bias"), shape[-1:])):
