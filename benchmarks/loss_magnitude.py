@@ -39,79 +39,53 @@ STYLES = {
 }
 
 
-class Network:
-    """One architecture in one policy, with or without scales of gradients.
-
-    Args:
-        architecture: An `architectures.Architecture`.
-        policy: The dtype policy.
-        config: A `GradScaleConfig`, or `None` for plain Keras.
-    """
-
-    def __init__(self, architecture, policy, config=None):
-        with gs.policy_scope(policy):
-            self.models = architecture.build()
-            if config is not None:
-                self.models = tuple(gs.convert(model, config) for model in self.models)
-        self._state = [
-            v for model in self.models if config is not None for v in model.scales.variables
-        ]
-        self._initial = [v.numpy() for v in self._state]
-
-        @tf.function(jit_compile=architecture.convolves, autograph=False)
-        def step(multiplier, *batch):
-            return architecture.gradients(self.models, batch, multiplier)[1]
-
-        self._step = step
-
-    def gradients(self, batch, multiplier):
-        """Those of the loss times a multiplier, divided by it; ours in the very first pass."""
-        for variable, value in zip(self._state, self._initial, strict=True):
-            variable.assign(value)
-        made = self._step(tf.constant(multiplier, tf.float32), *batch)
-        return [g.numpy().astype("float64") / multiplier for g in made]
-
-
-def dynamic(network, batch, multiplier):
-    """The gradient of the first step that Keras' dynamic scaling does not skip."""
+def dynamic(network, batch, multiplier, truth):
+    """The error of the first step that Keras' dynamic scaling does not skip."""
     scale = FIRST_DYNAMIC
     while True:
         found = network.gradients(batch, multiplier * scale)
         if all(np.all(np.isfinite(g)) for g in found) or scale < 1e-30:
-            return found
+            return zoo.errors(found, truth, multiplier * scale)
         scale /= 2
 
 
 def measure(name, seed=0):
     """The errors of every method, a dictionary of lists as long as `MULTIPLIERS`."""
     architecture = zoo.architecture_of(name)
+    mode = "xla" if architecture.convolves else "graph"
     keras.utils.set_random_seed(seed)
-    true = Network(architecture, "float32")
-    plain = Network(architecture, "mixed_float16")
-    bfloat16 = Network(architecture, "mixed_bfloat16")
-    paper = Network(architecture, "mixed_float16", gs.GradScaleConfig.paper())
-    ours = Network(architecture, "mixed_float16", gs.GradScaleConfig())
+    true = zoo.Network(architecture, "float32")
+    plain, bfloat16, paper, ours = (
+        zoo.Network(architecture, policy, mode, config)
+        for policy, config in (
+            ("mixed_float16", None),
+            ("mixed_bfloat16", None),
+            ("mixed_float16", gs.GradScaleConfig.paper()),
+            ("mixed_float16", gs.GradScaleConfig()),
+        )
+    )
     for network in (plain, bfloat16, paper, ours):
-        for model, other in zip(network.models, true.models, strict=True):
-            model.set_weights(other.get_weights())
+        network.take(true.models)
     batch = [tf.constant(x) for x in architecture.batch(np.random.default_rng(seed), 16)]
-    truth = [g.astype("float32") for g in true.gradients(batch, 1.0)]
+    truth = true.gradients(batch)
+
+    def fixed(network, scale=1.0):
+        return lambda m: zoo.errors(network.gradients(batch, m * scale), truth, m * scale)
+
     ways = {
-        "bfloat16": bfloat16.gradients,
-        "float16, no scaling": plain.gradients,
-        "float16, fixed 2^7": lambda b, m: plain.gradients(b, m * 2.0**7),
-        "float16, fixed 2^15": lambda b, m: plain.gradients(b, m * 2.0**15),
-        "float16, dynamic": lambda b, m: dynamic(plain, b, m),
-        "paper's choice": paper.gradients,
-        "balanced (ours)": ours.gradients,
+        "bfloat16": fixed(bfloat16),
+        "float16, no scaling": fixed(plain),
+        "float16, fixed 2^7": fixed(plain, 2.0**7),
+        "float16, fixed 2^15": fixed(plain, 2.0**15),
+        "float16, dynamic": lambda m: dynamic(plain, batch, m, truth),
+        "paper's choice": fixed(paper),
+        "balanced (ours)": fixed(ours),
     }
-    found = {}
     with np.errstate(invalid="ignore", over="ignore"):
-        for way, gradients in ways.items():
-            found[way] = [
-                min(zoo.middle(zoo.errors(gradients(batch, m), truth)), 1.0) for m in MULTIPLIERS
-            ]
-    return found
+        return {
+            way: [min(zoo.middle(errors(m)), 1.0) for m in MULTIPLIERS]
+            for way, errors in ways.items()
+        }
 
 
 def draw(path, found):

@@ -61,6 +61,45 @@ def middle(found):
     return float(np.median(found[~np.isnan(found)]))
 
 
+class Network:
+    """One architecture in one policy, with or without scales of gradients.
+
+    Args:
+        architecture: An `architectures.Architecture`.
+        policy: The dtype policy.
+        mode: How a step is run: `"eager"`, `"graph"` or `"xla"`.
+        config: A `GradScaleConfig`, or `None` for plain Keras.
+    """
+
+    def __init__(self, architecture, policy, mode="graph", config=None):
+        with gs.policy_scope(policy):
+            self.models = architecture.build()
+            if config is not None:
+                self.models = tuple(gs.convert(model, config) for model in self.models)
+        scaled = self.models if config is not None else ()
+        self._state = [v for model in scaled for v in model.scales.variables]
+        self._initial = [keras.ops.convert_to_numpy(v) for v in self._state]
+
+        def step(multiplier, *batch):
+            return architecture.gradients(self.models, batch, multiplier)[1]
+
+        if mode != "eager":
+            step = tf.function(step, jit_compile=mode == "xla", autograph=False)
+        self._step = step
+
+    def gradients(self, batch, multiplier=1.0):
+        """Gradients of the loss times a multiplier, in NumPy; with scales, of the first pass."""
+        for variable, value in zip(self._state, self._initial, strict=True):
+            variable.assign(value)
+        made = self._step(tf.constant(multiplier, tf.float32), *batch)
+        return [g.numpy() for g in made]
+
+    def take(self, models):
+        """Takes over the weights of other models of the architecture."""
+        for model, other in zip(self.models, models, strict=True):
+            model.set_weights(other.get_weights())
+
+
 class Bench:
     """One architecture three times over: in float32, in plain mixed_float16, and scaled by us.
 
@@ -72,40 +111,9 @@ class Bench:
 
     def __init__(self, architecture, mode="graph", size=16):
         self.architecture, self.size = architecture, size
-        with gs.policy_scope("float32"):
-            self.true = architecture.build()
-        with gs.policy_scope("mixed_float16"):
-            self.plain = architecture.build()
-            self.ours = tuple(gs.convert(model) for model in architecture.build())
-        self._steps = {
-            kind: self._step(models, how)
-            for kind, models, how in (
-                ("true", self.true, "graph"),
-                ("plain", self.plain, mode),
-                ("ours", self.ours, mode),
-            )
-        }
-        self._state = [v for model in self.ours for v in model.scales.variables]
-        self._initial = [keras.ops.convert_to_numpy(v) for v in self._state]
-
-    def _step(self, models, mode):
-        def step(multiplier, *batch):
-            return self.architecture.gradients(models, batch, multiplier)[1]
-
-        if mode == "eager":
-            return step
-        return tf.function(step, jit_compile=mode == "xla", autograph=False)
-
-    def gradients(self, kind, batch, multiplier=1.0):
-        """Gradients of the loss times a multiplier, in NumPy; those of ours in its first pass."""
-        for variable, value in zip(self._state, self._initial, strict=True):
-            variable.assign(value)
-        made = self._steps[kind](tf.constant(multiplier, tf.float32), *batch)
-        return [g.numpy() for g in made]
-
-    def names(self):
-        """The trainable variables' paths, in the order of the gradients."""
-        return [v.path for model in self.ours for v in model.trainable_variables]
+        self.true = Network(architecture, "float32")
+        self.plain = Network(architecture, "mixed_float16", mode)
+        self.ours = Network(architecture, "mixed_float16", mode, gs.GradScaleConfig())
 
     def reset(self, seed):
         """New weights. Returns new data."""
@@ -118,26 +126,25 @@ class Bench:
             _calibrate(fresh, batch[0])
         self._take(fresh)
         if self.architecture.frozen:
-            outputs = [model(batch[0], training=False) for model in self.plain]
+            outputs = [model(batch[0], training=False) for model in self.plain.models]
             if not all(np.all(np.isfinite(y)) for y in keras.tree.flatten(outputs)):
                 _calibrate_in_turn(fresh, batch[0])
                 self._take(fresh)
         return batch
 
     def _take(self, fresh):
-        for models in (self.true, self.plain, self.ours):
-            for model, new in zip(models, fresh, strict=True):
-                model.set_weights(new.get_weights())
+        for network in (self.true, self.plain, self.ours):
+            network.take(fresh)
 
     def errors(self, seed, multipliers=(1.0,), sweep=SWEEP):
         """Errors by variable: of ours for each multiplier, of plain for each loss scale."""
         batch = self.reset(seed)
-        truth = self.gradients("true", batch)
+        truth = self.true.gradients(batch)
         if not all(np.all(np.isfinite(t)) for t in truth):
             raise FloatingPointError("Expected finite gradients in float32. Received: others")
         with np.errstate(invalid="ignore", over="ignore"):
-            ours = [errors(self.gradients("ours", batch, m), truth, m) for m in multipliers]
-            plain = [errors(self.gradients("plain", batch, s), truth, s) for s in sweep]
+            ours = [errors(self.ours.gradients(batch, m), truth, m) for m in multipliers]
+            plain = [errors(self.plain.gradients(batch, s), truth, s) for s in sweep]
         return np.array(ours), np.array(plain), truth
 
 
