@@ -29,8 +29,6 @@ import methods
 import numpy as np
 import ssd
 
-VALIDATIONS = 4  # on the way, at equal distances; the last one is at the end
-
 
 def encode(split, indices, anchors, flipped):
     """Returns images and targets of some images of a split.
@@ -154,8 +152,7 @@ def main(argv=None):
     except ValueError as error:
         sys.exit(f"detection.py: {error}")
     args.batch = min(args.batch, len(data.train.images))
-    epochs = min(VALIDATIONS, args.steps)
-    args.steps = args.steps // epochs * epochs
+    epochs = methods.epochs(args)
     anchors = ssd.make_anchors(args.size)
     print(
         f"{data.name}: {len(data.train.images)} images to train on, {len(data.val.images)} to "

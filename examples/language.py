@@ -17,13 +17,13 @@ from typing import NamedTuple
 # Keep TensorFlow's start-up notes off the screen; must be set before it is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import curves
 import keras
 import methods
 import numpy as np
 import tensorflow as tf
 import transformer
 
-VALIDATIONS = 4  # on the way, the last one at the end
 ONES = "zero one two three four five six seven eight nine".split()
 TENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen".split()
 EXPECTED = "Expected a text file in UTF-8 with at least 20 times as many characters as --length."
@@ -94,19 +94,7 @@ def batches(text, args):
 
 def draw(path, history):
     """Draws the curves."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    epochs = np.arange(1, len(history["loss"]) + 1)
-    axes.plot(epochs, history["cross_entropy"], label="training")
-    axes.plot(epochs, history["val_cross_entropy"], label="validation")
-    axes.set(xlabel="epoch", ylabel="cross-entropy per character")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    curves.draw(path, history, {"cross-entropy per character": curves.CROSS_ENTROPY})
 
 
 def parse_arguments(argv=None):
@@ -128,8 +116,7 @@ def main(argv=None):
         text = load(args.data, args.length, args.seed)
     except ValueError as error:
         sys.exit(f"language.py: {error}")
-    epochs = min(VALIDATIONS, args.steps)
-    args.steps = args.steps // epochs * epochs
+    epochs = methods.epochs(args)
     print(f"{text.name}: {len(text.train)} characters to train on, {len(text.characters)} kinds")
     loss = keras.losses.sparse_categorical_crossentropy
     warmup = args.steps // 10

@@ -29,6 +29,7 @@ import tensorflow as tf
 import tf_gradscale as gs
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+VALIDATIONS = 4  # on the way, at equal distances; the last one is at the end
 SCALINGS = "none, fixed:2^K, dynamic, dynamic:N, paper, paper:S,C, balanced"
 
 
@@ -108,6 +109,13 @@ def parsed(parser, argv=None):
         except ValueError as error:
             parser.error(str(error))
     return args
+
+
+def epochs(args):
+    """The number of epochs, each with a validation at its end; `args.steps` becomes a multiple."""
+    count = min(VALIDATIONS, args.steps)
+    args.steps = args.steps // count * count
+    return count
 
 
 def compiled(method, build, optimizer, loss, multiplier=1.0, seed=0, **kwargs):

@@ -12,14 +12,12 @@ import sys
 # Keep TensorFlow's start-up notes off the screen; must be set before it is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import curves
 import keras
 import methods
-import numpy as np
 import recognition_data
 import resnet
 import tensorflow as tf
-
-VALIDATIONS = 4  # on the way, the last one at the end
 
 
 def batches(data, args):
@@ -41,21 +39,8 @@ def batches(data, args):
 
 def draw(path, history):
     """Draws the curves."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    epochs = np.arange(1, len(history["loss"]) + 1)
-    axes[0].plot(epochs, history["cross_entropy"], label="training")
-    axes[0].plot(epochs, history["val_cross_entropy"], label="validation")
-    axes[0].set(xlabel="epoch", ylabel="cross-entropy")
-    axes[0].legend()
-    axes[1].plot(epochs, history["val_accuracy"], label="validation")
-    axes[1].set(xlabel="epoch", ylabel="accuracy")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    accuracy = {"validation": "val_accuracy"}
+    curves.draw(path, history, {"cross-entropy": curves.CROSS_ENTROPY, "accuracy": accuracy})
 
 
 def make_optimizer(args, **options):
@@ -94,8 +79,7 @@ def main(argv=None):
         data = recognition_data.load(args.data, args.seed)
     except ValueError as error:
         sys.exit(f"recognition.py: {error}")
-    epochs = min(VALIDATIONS, args.steps)
-    args.steps = args.steps // epochs * epochs
+    epochs = methods.epochs(args)
     print(
         f"{data.name}: {len(data.x_train)} images to train on, {len(data.x_val)} to validate, "
         f"{data.classes} classes"
