@@ -1,7 +1,5 @@
 """From plain Keras models to gradient-scaled ones, and back."""
 
-import contextlib
-
 import keras
 
 # keras.src: not exported; tests/test_platform.py notices if it goes.
@@ -11,7 +9,7 @@ from tf_gradscale.graph import function_of
 from tf_gradscale.handwritten import convert_in_place, strip_in_place
 from tf_gradscale.layers import GradientScaled
 from tf_gradscale.model import GradientScaling, Model, Sequential, check_layers
-from tf_gradscale.policy import checked, default_config
+from tf_gradscale.policy import checked, default_config, dtype_policy_kept
 
 
 def convert(model, config=None):
@@ -73,7 +71,8 @@ def _converted(model, config):
         converted = Sequential(model._layers, model.trainable, model.name, config)
     elif kind is Functional:
         # Its graph is made at once, and depends on what the model casts variables to.
-        with _dtype_policy(model.dtype_policy):
+        with dtype_policy_kept():
+            keras.config.set_dtype_policy(model.dtype_policy)
             converted = Model(
                 model._inputs_struct, model._outputs_struct, name=model.name, config=config
             )
@@ -89,17 +88,6 @@ def _converted(model, config):
     converted.dtype_policy = model.dtype_policy
     converted.scales  # noqa: B018  (makes the region now, so that errors come now)
     return converted
-
-
-@contextlib.contextmanager
-def _dtype_policy(policy):
-    """Within it, models and layers are made under a policy."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def strip(model):

@@ -199,40 +199,37 @@ def _as_it_was(layer):
     """Restores nodes and names afterwards. Gives the number of nodes of each layer before."""
     layers = [] if layer is None else list(layer._flatten_layers())
     before = {id(one): (one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in layers}
-    # Names start anew, so that operations are named alike in every process.
-    names = global_state.get_global_attribute("object_name_uids")
-    global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
     try:
-        yield before
+        # Names start anew, so that operations are named alike in every process.
+        with _attribute("object_name_uids", collections.defaultdict(int)):
+            yield before
     finally:
         for one, inbound, outbound in before.values():
             del one._inbound_nodes[inbound:]
             del one._outbound_nodes[outbound:]
-        global_state.set_global_attribute("object_name_uids", names)
 
 
-@contextlib.contextmanager
 def call_context(training):
     """A call context of its own, so that no layer takes itself for the outermost one."""
-    outer = global_state.get_global_attribute("current_call_ctx")
     context = CallContext(entry_layer=None)
     context.set_value("training", training)
-    global_state.set_global_attribute("current_call_ctx", context)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("current_call_ctx", outer)
+    return _attribute("current_call_ctx", context)
+
+
+def outside_of_calls():
+    """Within it no layer's call is autocasting, as if none were running."""
+    return _attribute("autocast_scope", None)
 
 
 @contextlib.contextmanager
-def outside_of_calls():
-    """Within it no layer's call is autocasting, as if none were running."""
-    outer = global_state.get_global_attribute("autocast_scope")
-    global_state.set_global_attribute("autocast_scope", None)
+def _attribute(name, value):
+    """One of Keras' global attributes, which are a thread's own, for the length of a block."""
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(name, value)
     try:
         yield
     finally:
-        global_state.set_global_attribute("autocast_scope", outer)
+        global_state.set_global_attribute(name, before)
 
 
 def _call(layer, args, kwargs, scope):

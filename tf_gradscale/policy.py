@@ -68,13 +68,23 @@ def policy_scope(policy, config=None):
     >>> layer.compute_dtype, keras.config.dtype_policy().name
     ('float16', 'float32')
     """
-    before = keras.config.dtype_policy(), _default.config
-    set_global_policy(policy, config)
+    before = _default.config
+    try:
+        with dtype_policy_kept():
+            set_global_policy(policy, config)
+            yield
+    finally:
+        _default.config = before
+
+
+@contextlib.contextmanager
+def dtype_policy_kept():
+    """Puts back Keras' global dtype policy at its end."""
+    before = keras.config.dtype_policy()
     try:
         yield
     finally:
-        keras.config.set_dtype_policy(before[0])
-        _default.config = before[1]
+        keras.config.set_dtype_policy(before)
 
 
 @contextlib.contextmanager

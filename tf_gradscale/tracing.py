@@ -181,13 +181,13 @@ class _Tracer:
             count, losses, reads = len(self.steps), list(self._losses), dict(self._reads)
             was_opened = self.opened
             # As within the call around it: some layers of Keras do not autocast if others do.
-            with (
-                contextlib.nullcontext()
-                if autocast_dtype is None
-                else AutocastScope(autocast_dtype)
-            ):
-                inside = before, tensors, name, autocast_dtype, opened
-                made, known = self._composite(operation, args, kwargs, *inside)
+            scope = contextlib.nullcontext()
+            if autocast_dtype is not None:
+                scope = AutocastScope(autocast_dtype)
+            with scope:
+                made, known = self._composite(
+                    operation, args, kwargs, before, tensors, name, autocast_dtype, opened
+                )
             if made is None:
                 # As before the attempt.
                 del self.steps[count:]
