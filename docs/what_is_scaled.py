@@ -151,6 +151,8 @@ def page():
         "- **Normalization**: run on its float32 input, as Keras does inside; its gradient leaves",
         "  through a cast with a scale of its own.",
         "- **Carry**: neither shrinks nor grows gradients much; α passes through.",
+        "- **Uniform**: multiplies gradients by one known number, as a mean does, from which β",
+        "  follows.",
         "- **Measured**: may shrink or grow gradients. β is measured in a trial.",
         "- **Unscaled**: a custom gradient that is not linear, such as one that clips. Run in",
         "  float32 and given the true gradient. It is detected, whatever layer it is in.",

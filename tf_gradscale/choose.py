@@ -37,6 +37,7 @@ class Chooser:
         self.bilinear = _if_updating(self._bilinear)
         self.cast = _if_updating(self._cast)
         self.measured = _if_updating(self._measured)
+        self.uniform = _if_updating(self._uniform)
         self.join = _if_updating(self._join)
         self.unmeasured_join = _if_updating(self._unmeasured_join, 3)
         self.unmeasured = _if_updating(self._unmeasured, 3)
@@ -130,6 +131,15 @@ class Chooser:
         max_dy = tf.reduce_max(tf.stack([max_abs(g) for g in dys]))
         logs = log2_all(square, largest, max_dy)
         beta = self.placement.measured(0.5 * logs[0], *logs[1:], state.retreat[0])
+        return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
+
+    def _uniform(self, dy, factor, alpha, stored, retreat, frozen):
+        """β of an op that multiplies entries of ∇Y by a positive factor to make those of ∇X."""
+        state = _State(stored, retreat, frozen)
+        square, max_dy = sum_squares(dy) / size(dy), max_abs(dy)
+        log2_square, log2_max, log2_factor = log2_all(square, max_dy, factor)
+        sigma, largest = 0.5 * log2_square + log2_factor, log2_max + log2_factor
+        beta = self.placement.measured(sigma, largest, log2_max, state.retreat[0])
         return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
 
     def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed):

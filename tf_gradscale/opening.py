@@ -303,8 +303,12 @@ def _check_attributes(operation):
     if isinstance(operation, keras.layers.Layer):
         return
     for name, value in vars(operation).items():
-        if any(tf.is_tensor(x) and not hasattr(x, "numpy") for x in keras.tree.flatten(value)):
+        if any(map(_is_symbolic, keras.tree.flatten(value))):
             raise NotOpenable(f"{type(operation).__name__} gets its `{name}` from a tensor's shape")
+
+
+def _is_symbolic(x):
+    return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 
 def flat_tensors(structure):

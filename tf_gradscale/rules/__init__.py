@@ -10,6 +10,7 @@ from tf_gradscale.rules.carry import AddedLosses, Carry, Measured, Outside, is_n
 from tf_gradscale.rules.custom import Unscaled, UnscaledLosses
 from tf_gradscale.rules.gemm import Gemm
 from tf_gradscale.rules.normalization import Normalization
+from tf_gradscale.rules.uniform import Uniform
 
 __all__ = [
     "Bilinear",
@@ -19,6 +20,7 @@ __all__ = [
     "Normalization",
     "Rule",
     "Scaled",
+    "Uniform",
     "Unscaled",
     "register",
     "rule_for",
@@ -87,5 +89,6 @@ def rule_for(step, registry):
     for rule in _DIRECT:
         if rule.takes(step.operation):
             return rule(step, registry)
-    rule = Carry if is_neutral(step) else Measured
-    return rule(step, registry)
+    if is_neutral(step):
+        return Carry(step, registry)
+    return (Uniform if Uniform.takes(step) else Measured)(step, registry)

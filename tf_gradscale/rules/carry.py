@@ -112,18 +112,12 @@ class Measured(Carry):
     def _scaled_vjp(self, tape, ys, xs, variables, pair, walk):
         if not xs or not walk.chooser.placement.balanced:
             return self._declared_vjp(tape, ys, xs, variables, pair, walk)
-        alpha, dys = pair.log2_alpha, pair.gradient
+        dys = pair.gradient
 
-        def measure(*state):
-            _, *trial = self._declared_vjp(tape, ys, xs, variables, pair, walk)
-            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
-            return walk.chooser.measured(dxs or dvs or dys, dys, dvs, alpha, *state)
+        def vjp():
+            return self._declared_vjp(tape, ys, xs, variables, pair, walk)
 
-        def keep(*state):
-            return walk.chooser.unmeasured(alpha, *state, sites=1)
-
-        dtype = self.gradient_dtype(dys)
-        part = walk.decide(self.group, [pair], self.step, dtype, measure, keep, trial=True)
+        part = self._choose(xs, ys, pair, walk, vjp)
         scaled = [multiply(dy, part[4]) for dy in dys]
         pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
         found = self._declared_vjp(tape, ys, xs, variables, pair, walk)
@@ -136,6 +130,24 @@ class Measured(Carry):
 
         walk.count(self.group, made)
         return found
+
+    def _choose(self, xs, ys, pair, walk, vjp):
+        """The group's part of the registry; `vjp` gives what `_declared_vjp` does at β = 1."""
+        alpha, dys = pair.log2_alpha, pair.gradient
+
+        def measure(*state):
+            _, *trial = vjp()
+            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
+            return walk.chooser.measured(dxs or dvs or dys, dys, dvs, alpha, *state)
+
+        return self._decide(pair, walk, measure, trial=True)
+
+    def _decide(self, pair, walk, measure, trial=False):
+        def keep(*state):
+            return walk.chooser.unmeasured(pair.log2_alpha, *state, sites=1)
+
+        dtype = self.gradient_dtype(pair.gradient)
+        return walk.decide(self.group, [pair], self.step, dtype, measure, keep, trial=trial)
 
     def gradient_dtype(self, dys):
         """The dtype in which gradients are kept where β takes effect."""
@@ -187,10 +199,11 @@ def is_neutral(step):
     # A broadcast operand's gradient is a sum over all places it went to.
     same = len({tensor.shape for tensor in step.inputs if tensor.is_float}) <= 1
     name = type(operation).__name__
-    return name in NEUTRAL_OPS and _is_keras_op(operation) and (same or name not in ELEMENTWISE)
+    return name in NEUTRAL_OPS and is_keras_op(operation) and (same or name not in ELEMENTWISE)
 
 
-def _is_keras_op(operation):
+def is_keras_op(operation):
+    """Whether an operation is one of `keras.ops`."""
     return type(operation).__module__.startswith("keras.src.ops.")
 
 
