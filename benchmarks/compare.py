@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import mechanisms
 import results
 
 ROOT = Path(__file__).parents[1]
@@ -31,11 +32,11 @@ MAIN = (
     ("float16", "paper"),
     ("float16", "balanced"),
 )
+# The first of them is float16 without any scaling.
 SWEEP = tuple(("float16", scaling) for scaling in FIXED)
 # The authors' details: scales in float16; the caps of their code; those of their SSD and SegNet.
 REST = (
     ("bfloat16", "none"),
-    ("float16", "none"),
     ("float16", "dynamic:10"),
     ("float16", "paper:32768,32768"),
     ("float16", "paper:16,1024"),
@@ -47,7 +48,8 @@ class Task(NamedTuple):
     """A program with its options.
 
     `data`: which of the data sets it takes. `multipliers`: of its loss, most important first.
-    `higher`: whether a higher metric is better.
+    `higher`: whether a higher metric is better. `trained`: whether it starts from SqueezeNet's
+    weights.
     """
 
     program: str
@@ -55,6 +57,7 @@ class Task(NamedTuple):
     data: str
     multipliers: tuple = (1.0, 1e-4)
     higher: bool = True
+    trained: bool = False
 
 
 TASKS = {
@@ -69,12 +72,23 @@ TASKS = {
         "recognition.py", ("--depth", "18", "--plain"), "cifar10", multipliers=(1.0,)
     ),
     "recognition-50": Task("recognition.py", ("--depth", "50", "--width", "8"), "cifar10"),
-    "detection-96-b8": Task("detection.py", ("--size", "96", "--batch", "8"), "voc"),
-    "detection-96-b32": Task("detection.py", ("--size", "96", "--batch", "32"), "voc"),
-    "detection-96-b8-1e-3": Task(
-        "detection.py", ("--size", "96", "--batch", "8", "--class-weight", "1e-3"), "voc"
+    "detection-96-b8": Task("detection.py", ("--size", "96", "--batch", "8"), "voc", trained=True),
+    "detection-96-b8-random": Task("detection.py", ("--size", "96", "--batch", "8"), "voc"),
+    "detection-96-b32": Task(
+        "detection.py", ("--size", "96", "--batch", "32"), "voc", trained=True
     ),
-    "detection-160-b8": Task("detection.py", ("--size", "160", "--batch", "8"), "voc"),
+    "detection-96-b8-1e-3": Task(
+        "detection.py",
+        ("--size", "96", "--batch", "8", "--class-weight", "1e-3"),
+        "voc",
+        trained=True,
+    ),
+    "detection-160-b8": Task(
+        "detection.py", ("--size", "160", "--batch", "8"), "voc", trained=True
+    ),
+    "detection-160-b32": Task(
+        "detection.py", ("--size", "160", "--batch", "32"), "voc", trained=True
+    ),
 }
 
 
@@ -124,7 +138,7 @@ def command(run, args):
     data = getattr(args, task.data)
     if data:
         found += ["--data", str(Path(data).resolve())]
-    if task.data == "voc" and args.squeezenet:
+    if task.trained and args.squeezenet:
         found += ["--backbone", str(Path(args.squeezenet).resolve())]
     return found
 
@@ -179,7 +193,8 @@ def main(argv=None):
                 print("The time is over.")
                 break
             execute(run, args)
-    results.write(args.folder, ROOT / "docs" / "results.md", TASKS, list(runs(TASKS, args.folder)))
+    wanted, causes = list(runs(TASKS, args.folder)), mechanisms.lines(args.folder)
+    results.write(args.folder, ROOT / "docs" / "results.md", TASKS, wanted, causes)
 
 
 if __name__ == "__main__":

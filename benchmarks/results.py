@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib import pyplot
 
 NAMES = {
-    "none": "float16 as it is",
     "dynamic": "dynamic",
     "dynamic:10": "dynamic, growth every 10 steps",
     "paper": "paper's choice",
@@ -37,6 +36,8 @@ def way(found):
 
 def name(method):
     """A method as it is named in tables."""
+    if method == "fixed:2^0":
+        return "no scaling (fixed scale 1)"
     if method.startswith("fixed:"):
         return f"fixed scale {method.partition(':')[2]}"
     return NAMES.get(method, method)
@@ -78,7 +79,7 @@ def difference(by_seed, reference):
 
 def order(method):
     """Where a method stands in a table."""
-    kinds = ["float32", "bfloat16", "none", "fixed", "dynamic", "paper", "balanced"]
+    kinds = ["float32", "bfloat16", "fixed", "dynamic", "paper", "balanced"]
     kind, _, rest = method.partition(":")
     power = int(rest[2:]) if kind == "fixed" else len(rest)
     return kinds.index(kind), power
@@ -105,7 +106,7 @@ def table(found, percent):
             compared = f"{factor * mean:+.{digits}f}"
             compared += "" if np.isnan(spread) else f" ± {factor * spread:.{digits}f}"
         steps = np.mean([r["steps_lost"] for r in results])
-        lost = np.max([r["lost_entries"] for r in results])
+        lost = np.max([most_lost(r)[0] for r in results])
         time = np.median([1000 * r["seconds"] / (r["options"]["steps"] - 1) for r in results])
         peak = np.max([r["peak_mib"] for r in results])
         lines.append(
@@ -113,6 +114,12 @@ def table(found, percent):
             f"{100 * lost:.2g} % | {time:.0f} | {peak:.0f} |"
         )
     return "\n".join(lines)
+
+
+def most_lost(result):
+    """The largest share of a gradient's entries that are lost, and the tensor."""
+    shares = result["lost_entries"] or {}
+    return max(((share, name) for name, share in shares.items()), default=(0.0, ""))
 
 
 def _is_share(found):
@@ -194,7 +201,7 @@ def _grid(folders):
     return figure, axes.flat[: len(folders)]
 
 
-def write(folder, page, tasks, wanted):
+def write(folder, page, tasks, wanted, causes):
     """Writes docs/results.md and its pictures.
 
     Args:
@@ -202,6 +209,7 @@ def write(folder, page, tasks, wanted):
         page: Path of the Markdown file, of which the part behind the mark is written anew.
         tasks: The tasks, by name.
         wanted: All runs of the comparison, which have a `path(folder)`.
+        causes: What `mechanisms.lines` gave.
     """
     folders = {}
     for task, spec in tasks.items():
@@ -217,6 +225,7 @@ def write(folder, page, tasks, wanted):
         metric = first["metric"].removeprefix("val_") + (" in points" if _is_share(found) else "")
         parts.append(f"### {title}\n\nMetric: {metric}; data: {first['data']}.\n")
         parts.append(table(found, _is_share(found)) + "\n")
+    parts += ["### What the paper says of the causes\n", *causes]
     missing = [run for run in wanted if not run.path(folder).exists()]
     parts.append("### What was not run\n")
     parts.append(_missing(missing) + "\n")

@@ -178,7 +178,7 @@ def lost_steps(model, steps):
 
 
 def lost_entries(model, method, loss, multiplier, x, y):
-    """The largest share of a gradient that is zero in float16 and not in float32, by tensor.
+    """The share of each gradient that is zero in float16 and not in float32.
 
     Args:
         model: The trained model.
@@ -189,11 +189,12 @@ def lost_entries(model, method, loss, multiplier, x, y):
         y: Its targets.
 
     Returns:
-        A share and the tensor's name. For float16 without scales of gradients these are kept at
-        1, and the loss is multiplied by what the method multiplies it by. 0 for other precisions.
+        Shares by the name of the tensor. For float16 without scales of gradients these are kept
+        at 1, and the loss is multiplied by what the method multiplies it by. Empty for other
+        precisions.
     """
     if method.precision != "float16":
-        return 0.0, ""
+        return {}
     optimizer = model.optimizer
     if method.config() is None:
         multiplier *= float(getattr(optimizer, "dynamic_scale", method.loss_scale))
@@ -203,8 +204,7 @@ def lost_entries(model, method, loss, multiplier, x, y):
     # It prints a table, too.
     with contextlib.redirect_stdout(None):
         rows = gs.diagnose(model, x, y).tensors
-    lost = [(row.lost, row.name) for row in rows if not np.isnan(row.lost)]
-    return max(lost, default=(0.0, ""))
+    return {row.name: float(row.lost) for row in rows if not np.isnan(row.lost)}
 
 
 class Costs(keras.callbacks.Callback):
@@ -241,7 +241,7 @@ class Costs(keras.callbacks.Callback):
         self.peak = peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def report(task, method, args, data, metric, history, model, costs, lost):
+def report(task, method, args, data, metric, history, model, costs, lost=None):
     """Prints what a run gave.
 
     Args:
@@ -253,7 +253,7 @@ def report(task, method, args, data, metric, history, model, costs, lost):
         history: Of `fit`.
         model: The trained model.
         costs: The `Costs`, a callback of `fit`.
-        lost: What `lost_entries` returned.
+        lost: What `lost_entries` returned, if it was asked.
 
     Returns:
         All of it as a dictionary, for `write`.
@@ -269,8 +269,7 @@ def report(task, method, args, data, metric, history, model, costs, lost):
         "final": history[metric][-1],
         "history": history,
         "steps_lost": lost_steps(model, args.steps),
-        "lost_entries": lost[0],
-        "lost_most_at": lost[1],
+        "lost_entries": lost,
         "seconds_first_step": costs.first,
         "seconds": costs.seconds,
         "peak_mib": costs.peak,
@@ -285,10 +284,10 @@ def report(task, method, args, data, metric, history, model, costs, lost):
             "keras": keras.__version__,
         },
     }
+    said = f"at most {max(lost.values()):.2%} of a gradient's entries lost, " if lost else ""
     print(
         f"{method}: {metric} {found['final']:.4f}, {found['steps_lost']} of {args.steps} "
-        f"steps lost, at most {found['lost_entries']:.2%} of a gradient's entries lost, "
-        f"{found['seconds']:.0f} s and {costs.first:.0f} s for the first step"
+        f"steps lost, {said}{found['seconds']:.0f} s and {costs.first:.0f} s for the first step"
     )
     return found
 

@@ -12,11 +12,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import compare  # noqa: E402
+import mechanisms  # noqa: E402
 import methods  # noqa: E402
 import results  # noqa: E402
 
 
-def record(folder, task, precision, scaling, seed, final):
+def record(folder, task, precision, scaling, seed, final, **others):
     """A result as an example writes it."""
     path = compare.Run(task, 1.0, precision, scaling, seed).path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,10 +30,13 @@ def record(folder, task, precision, scaling, seed, final):
         "final": final,
         "history": {metric: [0.25, final]},
         "steps_lost": seed,
-        "lost_entries": 0.01,
+        "lost_entries": {"logits": 0.01, "hidden": 0.002} if precision == "float16" else None,
         "seconds": 5.0,
         "peak_mib": 900.0,
         "log2_scales_by_epoch": [[0.0, 1.0], [3.0, 4.0]],
+        "scales": [],
+        "lost_at_cast": 0.0,
+        **others,
     }
     path.write_text(json.dumps(found))
 
@@ -107,11 +111,11 @@ def test_the_page(folder, tmp_path):
         compare.Run("segmentation", 1.0, "bfloat16", "none", 0),
     ]
     for _ in range(2):
-        results.write(folder, page, compare.TASKS, wanted)
+        results.write(folder, page, compare.TASKS, wanted, mechanisms.lines(folder))
     text = page.read_text()
     assert text.startswith("# Title\n\n" + results.MARK) and text.count(results.MARK) == 1
     assert "| balanced (ours) | 3 | 52.0 | +1.0 ± 1.0 | 1 | 1 % | 500 | 900 |" in text
-    assert "| fixed scale 2^0 | 1 | 0.480 |  | 0 | 1 % | 500 | 900 |" in text
+    assert "| no scaling (fixed scale 1) | 1 | 0.480 |  | 0 | 1 % | 500 | 900 |" in text
     assert "- segmentation, loss × 1: bfloat16 (0)" in text
     for name in ("fixed_scales", "curves", "scales"):
         with Image.open(folder / f"{name}.png") as picture:
@@ -120,4 +124,45 @@ def test_the_page(folder, tmp_path):
 
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="must be there before they are reported. Received: "):
-        results.write(tmp_path, tmp_path / "page.md", compare.TASKS, [])
+        results.write(tmp_path, tmp_path / "page.md", compare.TASKS, [], [])
+
+
+def test_causes(tmp_path):
+    """Each finding of the paper, from results made up to show it."""
+    folder = tmp_path / "results"
+    assert mechanisms.lines(folder).count("Its runs have not been made yet.") == 6
+    for seed, lost in ((0, 0.7), (1, 0.5)):
+        record(folder, "segmentation", "float16", "fixed:2^0", seed, 0.3, lost_at_cast=lost)
+    assert mechanisms.at_the_cast(folder)[2:] == ["| × 1 | no scaling (fixed scale 1) | 60 % |"]
+
+    sites = [
+        ("encoder1_norm/cast", "cast", 0.25, 8.0),
+        ("encoder2_norm/cast", "cast", 1.0, 2.0**17),
+        ("encoder4_norm/cast", "cast", 16.0, 1.0),
+    ]
+    record(folder, "segmentation", "float16", "paper", 0, 0.4, scales=sites)
+    assert mechanisms.below_one(folder)[2:] == [
+        "| paper's choice | behind an encoder's branch | -1.0 | -2 to 0 | 50 % |",
+        "| paper's choice | all others | 4.0 | 4 to 4 | 0 % |",
+    ]
+    record(folder, "segmentation", "float32", "none", 0, 0.5)
+    assert mechanisms.by_cap(folder)[2:] == [
+        "| float32 | 1 | 50.0 |  |",
+        "| paper's choice | 1 | 40.0 | 17 |",
+    ]
+
+    sites = [("boxes0/input", "gemm", 64.0, 64.0), ("fire2/input", "gemm", 2.0, 64.0)]
+    record(folder, "detection-96-b8", "float16", "balanced", 0, 0.1, scales=sites)
+    assert [row.split(" | ")[2] for row in mechanisms.at_the_heads(folder)[2:]] == ["6.0", "1.0"]
+
+    for task, lost in (("recognition-18", 0.1), ("recognition-18-plain", 0.3)):
+        shares = {"logits": 0.0, "hidden": lost}
+        record(folder, task, "float16", "fixed:2^0", 0, 0.1, lost_entries=shares)
+    assert [row.split(" | ")[2:] for row in mechanisms.by_connections(folder)[2:]] == [
+        ["5 %", "10 % |"],
+        ["15 %", "30 % |"],
+    ]
+
+    record(folder, "detection-160-b32", "float16", "dynamic", 0, 0.1, steps_lost=3)
+    assert mechanisms.by_batch(folder)[2:] == ["| 160 × 160 | 32 | 3 of 11 |"]
+    assert "Its runs have not been made yet." not in mechanisms.lines(folder)
