@@ -91,14 +91,14 @@ def measure(name, seed=0):
 def draw(path, found):
     """Draws the errors, a panel for each network."""
     figure, axes = pyplot.subplots(
-        1, len(found), figsize=(5 * len(found), 3.8), layout="constrained", squeeze=False
+        1, len(found), figsize=(4.4 * len(found) + 1.8, 3.8), layout="constrained", squeeze=False
     )
     for axis, (name, errors) in zip(axes[0], found.items(), strict=True):
         for way, values in errors.items():
             axis.loglog(MULTIPLIERS, values, label=way, **STYLES[way])
         axis.set(title=name, xlabel="loss times", ylabel="relative error of the gradient")
         axis.grid(alpha=0.3)
-    axes[0, -1].legend(fontsize="small")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

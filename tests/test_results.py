@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import compare  # noqa: E402
+import loss_magnitude  # noqa: E402
 import mechanisms  # noqa: E402
 import methods  # noqa: E402
 import results  # noqa: E402
@@ -120,6 +121,32 @@ def test_the_page(folder, tmp_path):
     for name in ("fixed_scales", "curves", "scales"):
         with Image.open(folder / f"{name}.png") as picture:
             assert min(picture.size) > 300
+
+
+class Overflowing:
+    """Stands in for a network whose true gradient is 3, and infinite once it is above a bound."""
+
+    def __init__(self, largest):
+        self.largest = largest
+
+    def gradients(self, batch, factor):
+        return [np.array([3.0 * factor if factor <= self.largest else np.inf])]
+
+
+@pytest.mark.parametrize("largest", [1e-6, 1.0, 1e9])
+def test_dynamic_scaling_takes_the_first_step_that_is_finite(largest):
+    found = loss_magnitude.dynamic(Overflowing(largest), None, 1.0, [np.array([3.0])])
+    np.testing.assert_array_equal(found, [0.0])
+    gone = loss_magnitude.dynamic(Overflowing(0.0), None, 1.0, [np.array([3.0])])
+    assert not np.all(np.isfinite(gone))
+
+
+def test_the_picture_of_loss_magnitudes(tmp_path):
+    errors = np.geomspace(1e-4, 1, len(loss_magnitude.MULTIPLIERS))
+    found = {name: dict.fromkeys(loss_magnitude.STYLES, errors) for name in ("one", "two")}
+    loss_magnitude.draw(tmp_path / "errors.png", found)
+    with Image.open(tmp_path / "errors.png") as picture:
+        assert picture.width > 2 * picture.height
 
 
 def test_nothing_to_report(tmp_path):
