@@ -26,6 +26,7 @@ import average_precision
 import detection_data
 import keras
 import methods
+import multibox
 import numpy as np
 import ssd
 
@@ -36,7 +37,7 @@ def encode(split, indices, anchors, flipped):
     Args:
         split: A `detection_data.Split`.
         indices: Which images.
-        anchors: From `ssd.make_anchors`.
+        anchors: From `multibox.make_anchors`.
         flipped: For each whether left and right change places.
     """
     images, targets = [], []
@@ -45,7 +46,7 @@ def encode(split, indices, anchors, flipped):
         if flip:
             image, boxes = image[:, ::-1], np.abs(boxes[:, (2, 1, 0, 3)] - np.float32([1, 0, 1, 0]))
         images.append(image)
-        targets.append(ssd.encode(boxes, split.labels[index], anchors))
+        targets.append(multibox.encode(boxes, split.labels[index], anchors))
     boxes, classes = map(np.stack, zip(*targets, strict=True))
     return np.stack(images), {"boxes": boxes, "classes": classes}
 
@@ -64,7 +65,7 @@ def predict(model, images, anchors, batch):
     # Whole batches only: XLA would compile once more for a rest.
     count = -(-len(images) // batch) * batch
     outputs = model.predict(np.resize(images, (count, *images.shape[1:])), batch, verbose=0)
-    return ssd.detect({name: y[: len(images)] for name, y in outputs.items()}, anchors)
+    return multibox.detect({name: y[: len(images)] for name, y in outputs.items()}, anchors)
 
 
 class MeanAveragePrecision(keras.callbacks.Callback):
@@ -72,7 +73,7 @@ class MeanAveragePrecision(keras.callbacks.Callback):
 
     Args:
         data: A `detection_data.Dataset`.
-        anchors: From `ssd.make_anchors`.
+        anchors: From `multibox.make_anchors`.
         batch: How many images are predicted at once.
     """
 
@@ -153,7 +154,7 @@ def main(argv=None):
         sys.exit(f"detection.py: {error}")
     args.batch = min(args.batch, len(data.train.images))
     epochs = methods.epochs(args)
-    anchors = ssd.make_anchors(args.size)
+    anchors = multibox.make_anchors(args.size)
     print(
         f"{data.name}: {len(data.train.images)} images to train on, {len(data.val.images)} to "
         f"validate, {args.size} x {args.size} pixels, {len(data.classes)} classes, {len(anchors)} "

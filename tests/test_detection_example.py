@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import average_precision  # noqa: E402
 import detection  # noqa: E402
 import detection_data  # noqa: E402
+import multibox  # noqa: E402
 import ssd  # noqa: E402
 
 # Metric.
@@ -93,7 +94,7 @@ def test_mean_is_over_the_classes_that_are_shown():
 
 @pytest.mark.parametrize("size, sides", [(64, [8, 4, 2]), (96, [12, 6, 3, 2])])
 def test_anchors(size, sides):
-    anchors = ssd.make_anchors(size)
+    anchors = multibox.make_anchors(size)
     assert len(anchors) == 4 * sum(side**2 for side in sides)
     scales = np.linspace(0.2, 1, len(sides) + 1)
     start = 0
@@ -111,7 +112,7 @@ def test_anchors(size, sides):
 
 
 def test_larger_images_have_a_map_more():
-    assert len(ssd.make_anchors(160)) == 4 * (400 + 100 + 25 + 9 + 4)
+    assert len(multibox.make_anchors(160)) == 4 * (400 + 100 + 25 + 9 + 4)
 
 
 def test_match_by_hand():
@@ -125,17 +126,17 @@ def test_match_by_hand():
         ]
     )
     # (0, 0) with 0.9, (1, 1) with 0.6 although 0.8 is larger, and the third box takes what is left.
-    np.testing.assert_array_equal(ssd.match(overlap), [0, 1, 2, -1, -1])
-    np.testing.assert_array_equal(ssd.match(np.zeros((2, 0))), [-1, -1])
+    np.testing.assert_array_equal(multibox.match(overlap), [0, 1, 2, -1, -1])
+    np.testing.assert_array_equal(multibox.match(np.zeros((2, 0))), [-1, -1])
     # All boxes want the first anchor.
     greedy = np.array([[0.9, 0.8], [0.3, 0.2], [0.1, 0.4]])
-    np.testing.assert_array_equal(ssd.match(greedy), [0, -1, 1])
+    np.testing.assert_array_equal(multibox.match(greedy), [0, -1, 1])
 
 
 def test_encode_by_hand():
     anchors = np.float32([[0.5, 0.5, 0.2, 0.4], [0.1, 0.1, 0.1, 0.1]])
     boxes = np.float32([[0.42, 0.3, 0.62, 0.8]])  # centre 0.52, 0.55, size 0.2 x 0.5
-    targets, classes = ssd.encode(boxes, np.array([3]), anchors)
+    targets, classes = multibox.encode(boxes, np.array([3]), anchors)
     by_hand = [0.02 / 0.2 / 0.1, 0.05 / 0.4 / 0.1, 0, np.log(0.5 / 0.4) / 0.2, 1]
     np.testing.assert_allclose(targets, [by_hand, np.zeros(5)], atol=2e-6)
     np.testing.assert_array_equal(classes, [4, 0])
@@ -143,23 +144,23 @@ def test_encode_by_hand():
 
 def test_decode_inverts_encode():
     rng = np.random.default_rng(0)
-    anchors = ssd.make_anchors(64)
+    anchors = multibox.make_anchors(64)
     corner = rng.uniform(0, 0.5, (5, 2))
     boxes = np.concatenate([corner, corner + rng.uniform(0.1, 0.5, (5, 2))], 1).astype(np.float32)
     labels = np.arange(5)
-    targets, classes = ssd.encode(boxes, labels, anchors)
-    decoded = ssd.decode(targets[None, :, :4], anchors)[0]
+    targets, classes = multibox.encode(boxes, labels, anchors)
+    decoded = multibox.decode(targets[None, :, :4], anchors)[0]
     taken = targets[:, 4] == 1
     np.testing.assert_array_equal(taken, classes > 0)
     assert set(classes[taken]) == {1, 2, 3, 4, 5}  # no box is left out
     np.testing.assert_allclose(decoded[taken], boxes[classes[taken] - 1], atol=1e-6)
     # Elsewhere the differences are 0, and the anchor itself comes back.
-    np.testing.assert_allclose(decoded[~taken], ssd.corners(anchors)[~taken], atol=1e-6)
+    np.testing.assert_allclose(decoded[~taken], multibox.corners(anchors)[~taken], atol=1e-6)
 
 
 def test_no_objects_no_targets():
-    anchors = ssd.make_anchors(64)
-    targets, classes = ssd.encode(np.zeros((0, 4), np.float32), np.zeros(0, int), anchors)
+    anchors = multibox.make_anchors(64)
+    targets, classes = multibox.encode(np.zeros((0, 4), np.float32), np.zeros(0, int), anchors)
     assert not targets.any() and not classes.any()
 
 
@@ -171,7 +172,7 @@ def test_detections_by_hand():
     scores = np.float32([[0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.4, 0.0, 0.6], [1, 0, 0]])
     logits = np.log(scores + np.float32(1e-6))
     outputs = {"boxes": np.zeros((1, 4, 4), np.float32), "classes": logits[None]}
-    [(boxes, labels, sure)] = ssd.detect(outputs, anchors, least=0.15)
+    [(boxes, labels, sure)] = multibox.detect(outputs, anchors, least=0.15)
     np.testing.assert_array_equal(labels, [0, 1])
     np.testing.assert_allclose(sure, [0.8, 0.6], atol=1e-5)
     np.testing.assert_allclose(boxes, [[0.21, 0.2, 0.41, 0.4], [0.6, 0.5, 0.8, 0.9]], atol=1e-6)
@@ -276,7 +277,7 @@ def test_losses_without_any_object_are_zero(batch):
 def test_outputs(size, policy):
     keras.config.set_dtype_policy(policy)
     model = ssd.build_model(size, classes=3)
-    anchors = len(ssd.make_anchors(size))
+    anchors = len(multibox.make_anchors(size))
     shapes = {name: y.shape for name, y in model.output.items()}
     assert shapes == {"boxes": (None, anchors, 4), "classes": (None, anchors, 4)}
     assert {y.dtype for y in model.output.values()} == {"float32"}
@@ -288,7 +289,7 @@ def test_outputs(size, policy):
 
 def test_outputs_are_in_the_order_of_the_anchors():
     """An output depends on 3 x 3 places of its map around its anchor's centre."""
-    model, anchors = ssd.build_model(64, classes=1), ssd.make_anchors(64)
+    model, anchors = ssd.build_model(64, classes=1), multibox.make_anchors(64)
     inputs = [model.get_layer(f"map{i}").output for i in range(3)]
     heads = keras.Model(inputs, model.outputs)
     rng = np.random.default_rng(0)
@@ -527,10 +528,10 @@ def test_errors_say_what_was_expected(tmp_path):
 
 
 def test_flipped_images_have_flipped_boxes():
-    split, anchors = detection_data.draw_shapes(2, 64), ssd.make_anchors(64)
+    split, anchors = detection_data.draw_shapes(2, 64), multibox.make_anchors(64)
     (images, targets) = detection.encode(split, [1, 1], anchors, [False, True])
     np.testing.assert_array_equal(images[1], images[0, :, ::-1])
-    plain, flipped = ssd.decode(targets["boxes"][..., :4], anchors)
+    plain, flipped = multibox.decode(targets["boxes"][..., :4], anchors)
     x0, y0, x1, y1 = plain[targets["classes"][0] > 0].T
     mirrored = np.stack([1 - x1, y0, 1 - x0, y1], axis=1)
     for box in flipped[targets["classes"][1] > 0]:
@@ -538,7 +539,7 @@ def test_flipped_images_have_flipped_boxes():
 
 
 def test_batches_hold_each_image_once_in_an_epoch():
-    split, anchors = detection_data.draw_shapes(6, 64), ssd.make_anchors(64)
+    split, anchors = detection_data.draw_shapes(6, 64), multibox.make_anchors(64)
     epoch = [
         x for (x, _), _ in zip(detection.batches(split, anchors, 2, 0), range(3), strict=False)
     ]
@@ -555,7 +556,7 @@ class Oracle:
     """A model that knows the truth, and answers in whole batches only."""
 
     def __init__(self, split, anchors, classes):
-        encoded = [ssd.encode(*pair, anchors) for pair in zip(*split[1:], strict=True)]
+        encoded = [multibox.encode(*pair, anchors) for pair in zip(*split[1:], strict=True)]
         self.known = {
             image.tobytes(): (targets[:, :4], 20 * np.eye(1 + classes, dtype=np.float32)[labels])
             for image, (targets, labels) in zip(split.images, encoded, strict=True)
@@ -574,7 +575,7 @@ def drawn():
 
 
 def test_the_truth_has_a_precision_of_one(drawn):
-    anchors = ssd.make_anchors(64)
+    anchors = multibox.make_anchors(64)
     callback = detection.MeanAveragePrecision(drawn, anchors, batch=2)
     callback.set_model(Oracle(drawn.val, anchors, 3))
     logs = {}
@@ -583,7 +584,7 @@ def test_the_truth_has_a_precision_of_one(drawn):
 
 
 def test_picture(tmp_path, drawn):
-    anchors = ssd.make_anchors(64)
+    anchors = multibox.make_anchors(64)
     found = detection.predict(Oracle(drawn.val, anchors, 3), drawn.val.images, anchors, 2)
     assert len(found) == 5
     found[1] = tuple(array[:0] for array in found[1])  # nothing found
