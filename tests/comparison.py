@@ -116,14 +116,15 @@ class Threefold:
         assert inputs or model.trainable_variables
         return gradients
 
-    def check(self, run=eagerly, multipliers=(1.0, TINY), bound=None):
+    def check(self, run=eagerly, multipliers=(1.0, TINY), bound=None, plain_run=eagerly):
         """Ours are as near float32's as plain float16's, which with a tiny loss are not.
 
-        `bound`: the largest error, where plain float16 is no measure.
+        `bound`: the largest error, where plain float16 is no measure. `plain_run`: how that is
+        run; under XLA it may round elsewhere.
         """
         wanted = self.gradients(self.true, eagerly)()
         if bound is None:
-            plain = self.gradients(self.plain, eagerly)
+            plain = self.gradients(self.plain, plain_run)
             floor = error(plain(self.loss_scale), wanted)
             assert np.all(floor < 0.05), floor
             lost = zip(plain(TINY), wanted, strict=True)

@@ -252,11 +252,11 @@ def test_belongs_to_one_model():
     optimizer = gs.GradScaleOptimizer(keras.optimizers.SGD())
     models[0].compile(optimizer, "mse")
     models[0].compile(optimizer, "mse")
-    with pytest.raises(ValueError, match="keeps the scales of one model"):
+    with pytest.raises(ValueError, match="keeps the scales of one model.*of another model"):
         models[1].compile(optimizer, "mse")
     used = gs.GradScaleOptimizer(keras.optimizers.SGD())
     used.build([keras.Variable(1.0)])
-    with pytest.raises(ValueError, match="in use already"):
+    with pytest.raises(ValueError, match="Received: an optimizer that was built without"):
         models[1].compile(used, "mse")
 
 

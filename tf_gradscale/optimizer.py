@@ -108,12 +108,19 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self._scales is scales:
             return
-        if self.built or self._scales is not None:
-            was = "it was built" if self._scales is None else "it has the scales of another model"
+        if self._scales is not None:
             raise ValueError(
                 "A GradScaleOptimizer keeps the scales of one model as part of its state. Make a "
                 "new one for another model, around `optimizer.inner_optimizer` to keep its state. "
-                f"Received: an optimizer that is in use already: {was}"
+                "Received: an optimizer that has the scales of another model"
+            )
+        if self.built:
+            raise ValueError(
+                "A model's scales are part of its optimizer's state, and must be known when that "
+                "is built. Call a model with a `call` of its own on a batch first, or leave it to "
+                "`fit` to build the optimizer. For another model make a new one, around "
+                "`optimizer.inner_optimizer` to keep its state. "
+                "Received: an optimizer that was built without scales"
             )
         self._scales = scales
 
