@@ -1,5 +1,7 @@
 """Layers made of layers and `keras.ops`, in the ways in which people write them."""
 
+import functools
+
 import keras
 import tensorflow as tf
 from keras import ops
@@ -232,6 +234,48 @@ class Raw(layers.Layer):
         return tf.math.sin(self.dense(x))
 
 
+class RunsAFunction(layers.Layer):
+    """Has an operation run a function, which uses a layer and a tensor besides its arguments."""
+
+    def __init__(self, operation, **kwargs):
+        super().__init__(**kwargs)
+        self.operation = operation
+        self.first, self.second = layers.Dense(8), layers.Dense(8, activation="tanh")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        h = self.first(x)
+        mean = ops.mean(h, axis=0)
+
+        def step(carry, row):
+            made = ops.tanh(self.second(carry) + row)
+            return made, made
+
+        return {
+            "cond": lambda: ops.cond(ops.sum(h) > 1e4, lambda: h, lambda: self.second(h) + mean),
+            "switch": lambda: ops.switch(1, [self.first, self.second], h),
+            "map": lambda: ops.map(lambda row: self.second(row) * mean, h),
+            "vectorized_map": lambda: ops.vectorized_map(lambda row: self.second(row) + mean, h),
+            "fori_loop": lambda: ops.fori_loop(0, 3, lambda i, made: self.second(made) + mean, h),
+            "scan": lambda: ops.transpose(
+                ops.scan(step, h[:, 0], ops.transpose(h, (1, 0, 2)))[1], (1, 0, 2)
+            ),
+        }[self.operation]()
+
+
+# By `keras.ops`, the name of the operation's class.
+FUNCTIONS = {
+    "cond": "Cond",
+    "switch": "Switch",
+    "map": "Map",
+    "vectorized_map": "VectorizedMap",
+    "fori_loop": "ForiLoop",
+    "scan": "Scan",
+}
 OPENED = {
     "feedforward": Feedforward,
     "own_weights": OwnWeights,
@@ -249,4 +293,8 @@ OPENED = {
     "attentive_dropout": lambda: Attentive(dropout=0.2),
     "attention_not_causal": lambda: Attentive(causal=False),
 }
-CLOSED = {"counts": Counts, "raw": Raw}
+CLOSED = {
+    "counts": Counts,
+    "raw": Raw,
+    **{name: functools.partial(RunsAFunction, name) for name in FUNCTIONS},
+}

@@ -128,9 +128,15 @@ def test_they_are_opened_and_left_as_they_were(name):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("counts", "it updates a variable"), ("raw", "`return tf.math.sin(self.dense(x))`")],
+    [
+        ("counts", "it updates a variable"),
+        ("raw", "`return tf.math.sin(self.dense(x))`"),
+        *[(name, f"{kind} runs a function") for name, kind in composites.FUNCTIONS.items()],
+    ],
 )
-def test_what_cannot_be_opened_is_one_operation(name, reason, run):
+def test_what_cannot_be_opened_is_one_operation(name, reason, run, mode):
+    if mode == "xla" and name in ("fori_loop", "scan"):
+        pytest.skip("XLA compiles no gradient of these loops, of plain Keras either")
     make = composites.CLOSED[name]
     x = normal((BATCH, *SHAPE), 99)
     wanted = gradients(model_of(make, "float32"), x)

@@ -98,6 +98,26 @@ def test_what_is_no_such_operation(name):
     assert not any(isinstance(rule, rules.Uniform) for rule in rules_of(model_of(make, shape)))
 
 
+class Shrinks(layers.Layer):
+    """Multiplies by 2^-26 in two steps: what is tried out at the size of 1 is zero in float16."""
+
+    def call(self, x):
+        return tf.multiply(tf.multiply(x, 2.0**-13), 2.0**-13)
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**10])
+def test_what_is_lost_in_a_trial_is_not_lost(size):
+    with gs.policy_scope("mixed_float16"):
+        inputs = keras.Input((5,))
+        hidden = layers.Dense(4, use_bias=False)(Shrinks()(inputs))
+        model = gs.convert(keras.Model(inputs, layers.Activation("linear")(hidden)))
+    x = x_of((5,))
+    found, dy = gradient(model, x, size)
+    kernel = model.get_weights()[0].astype("float16").astype("float32")
+    expected = 2.0**-26 * dy @ kernel.T
+    assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)
+
+
 def test_masked_means_are_tried_out():
     """Sequences of 1 and 64 steps: where the first is, gradients shrink by nothing."""
     with gs.policy_scope("mixed_float16"):

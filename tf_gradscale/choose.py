@@ -129,9 +129,14 @@ class Chooser:
         square = tf.reduce_max(tf.stack([sum_squares(g) / size(g) for g in dxs]))
         largest = tf.reduce_max(tf.stack([max_abs(g) for g in [*dxs, *dvs]]))
         max_dy = tf.reduce_max(tf.stack([max_abs(g) for g in dys]))
-        logs = log2_all(square, largest, max_dy)
-        beta = self.placement.measured(0.5 * logs[0], *logs[1:], state.retreat[0])
-        return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
+        log2_square, log2_largest, log2_max = log2_all(square, largest, max_dy)
+        beta = tf.where(
+            square > 0,
+            self.placement.measured(0.5 * log2_square, log2_largest, log2_max, state.retreat[0]),
+            self.placement.unseen(log2_max, state.retreat[0]),
+        )
+        scales = self._settle([beta], [max_dy], max_dy, alpha, state, 0)
+        return _part([scales._replace(known=tf.cast([square > 0], tf.float32))], max_dy)
 
     def _uniform(self, dy, factor, alpha, stored, retreat, frozen):
         """β of an op that multiplies entries of ∇Y by a positive factor to make those of ∇X."""

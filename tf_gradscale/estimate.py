@@ -222,6 +222,14 @@ class Placement:
         least = tf.math.ceil(self.log2_normal + 10.0 - max_dy)
         return self._factor(tf.minimum(tf.maximum(target, least), most))
 
+    def unseen(self, max_dy, retreat):
+        """β of an op whose trial left nothing: most often because it is less than the format holds.
+
+        Then the more ∇Y is multiplied by, the more is left. Arguments and result: as `measured`.
+        """
+        room = self.log2_largest - self.margin_bits - 1.0 - max_dy
+        return self._factor(tf.floor(tf.minimum(room, room * (1.0 - retreat))))
+
     def _factor(self, target):
         """A scale by which gradients are multiplied in their own format must be a number of it."""
         return tf.clip_by_value(target, self.log2_smallest, float(math.floor(self.log2_largest)))

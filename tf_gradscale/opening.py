@@ -291,20 +291,28 @@ def _nodes(waiting, histories, inner, returned=()):
             node = history.operation._inbound_nodes[history.node_index]
         if node is None or node.is_input:
             raise NotOpenable("it uses a Keras tensor that is not an argument of its call")
-        _check_attributes(node.operation)
+        _check_arguments(node)
         if id(node) not in found:
             found[id(node)] = _number(node), node
             waiting += node.input_tensors + node.outputs
     return [node for _, node in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def _check_attributes(operation):
-    """Refuses an operation that holds a tensor of the scratch graph as an attribute."""
+def _check_arguments(node):
+    """Refuses operations that are more than what their arguments say.
+
+    One that holds a tensor of the scratch graph as an attribute; one that runs a function, such as
+    `keras.ops.map`: whatever variables and tensors the function uses besides are not seen.
+    """
+    operation = node.operation
     if isinstance(operation, keras.layers.Layer):
         return
-    for name, value in vars(operation).items():
-        if any(map(_is_symbolic, keras.tree.flatten(value))):
+    given = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+    for name, value in [*vars(operation).items(), *(("arguments", x) for x in given)]:
+        if any(map(_is_symbolic, keras.tree.flatten(value))) and name != "arguments":
             raise NotOpenable(f"{type(operation).__name__} gets its `{name}` from a tensor's shape")
+        if not name.startswith("_") and callable(value) and not isinstance(value, type):
+            raise NotOpenable(f"{type(operation).__name__} runs a function of its own")
 
 
 def _is_symbolic(x):

@@ -13,7 +13,7 @@ from tf_gradscale.differentiable import differentiable
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
 from tf_gradscale.registry import autocast_off
 from tf_gradscale.rules import Gemm, rule_for
-from tf_gradscale.rules.base import Scaled
+from tf_gradscale.rules.base import WIDE, Scaled
 from tf_gradscale.tensors import identity, is_dense_float, multiply
 from tf_gradscale.walk import Walk
 
@@ -84,7 +84,7 @@ class Program:
         A cast is the group of its site and the model of its gradient; or `_DEFERRED`, if the
         gradient goes nowhere but to a product, whose rule then casts it.
         """
-        if tensor.dtype not in ("float16", "bfloat16") or dtype != "float32":
+        if tensor.dtype not in ("float16", "bfloat16") or dtype not in WIDE:
             return None
         producer = self._producers.get(id(tensor))
         alone = producer is not None and len(consumers[id(tensor)]) == 1
@@ -236,7 +236,7 @@ class Program:
             if edge is not _DEFERRED:
                 if edge is not None:
                     # A loss may be float32; what it is made of is not (`_loss_edge`).
-                    kept = self.config.gradient_dtype if tensor.dtype == "float32" else None
+                    kept = self.config.gradient_dtype if tensor.dtype in WIDE else None
                     pair = walk.cast(edge[0], pair, tensor.dtype, tensor, edge[1], kept)
                     gradient = pair.gradient
                 gradient = tf.cast(gradient, tensor.dtype)

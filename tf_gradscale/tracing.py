@@ -224,7 +224,10 @@ class _Tracer:
             self._activity_loss(operation, outputs, name)
         if not any(map(is_product, self.steps[first:])):
             known = [tensor.dtype for tensor in outputs]
-            return None, known if len(self._losses) == losses else None
+            # Of a NumPy number Keras' operators make float32 or float64, TensorFlow's do not.
+            own = {operation.compute_dtype if x.is_float else x.dtype for x in outputs}
+            sure = len(self._losses) == losses and set(known) <= own
+            return None, known if sure else None
         return outputs, None
 
     def _leaf(self, node, args, kwargs, tensors, name, autocast_dtype, opened, known):

@@ -98,7 +98,7 @@ class Walk:
 
         `kept`: the dtype that it must fit into behind the next operation, if that is another.
         """
-        alpha, dy = pair.log2_alpha, pair.gradient
+        alpha, dy = pair.log2_alpha, tf.cast(pair.gradient, tf.float32)
         part = self.decide(
             group,
             [pair],

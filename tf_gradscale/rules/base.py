@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+# Dtypes that hold any gradient as it is.
+WIDE = ("float32", "float64")
+
 
 class Scaled(NamedTuple):
     """The paper's 2-tuple ⟨α, ∇X⟩ (Section 4.1): the gradient is α times the true one.
@@ -56,7 +59,8 @@ class Rule:
         if hasattr(operation, "compute_dtype"):
             return operation.compute_dtype
         made = {tensor.dtype for tensor in self.step.outputs}
-        return "float32" if made == {"float32"} else None
+        # NumPy's numbers are float64, and with them so is what `keras.ops` make of float16.
+        return made.pop() if len(made) == 1 and made <= set(WIDE) else None
 
     def forward(self, inputs, call):
         """Runs the step.

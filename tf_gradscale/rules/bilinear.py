@@ -5,6 +5,7 @@ import math
 import keras
 import tensorflow as tf
 
+from tf_gradscale.graph import Slot
 from tf_gradscale.linearity import layers_of
 from tf_gradscale.policy import in_float32
 from tf_gradscale.rules.base import Rule, Scaled
@@ -32,8 +33,12 @@ class Bilinear(Rule):
     @classmethod
     def takes(cls, step):
         """Whether a step is a product of two different tensors."""
-        floats = all(tensor.is_float for tensor in step.inputs)
-        return _name(step.operation) in PRODUCTS and len(step.inputs) == 2 and floats
+        if _name(step.operation) not in PRODUCTS or len(step.inputs) != 2:
+            return False
+        # An einsum may take one of the two twice.
+        arguments = keras.tree.flatten((step.args, step.kwargs))
+        operands = [x for x in arguments if isinstance(x, Slot)]
+        return len(operands) == 2 and all(tensor.is_float for tensor in step.inputs)
 
     def forward(self, inputs, call):
         def product(a, b):

@@ -9,7 +9,7 @@ from keras.src.backend import AutocastScope
 from tf_gradscale.counters import as_kept
 from tf_gradscale.inner import Expression, Whole
 from tf_gradscale.registry import variable_value
-from tf_gradscale.rules.base import Rule, Scaled
+from tf_gradscale.rules.base import WIDE, Rule, Scaled
 from tf_gradscale.tensors import cast, is_dense_float, multiply
 
 
@@ -37,7 +37,7 @@ class Carry(Rule):
         self.casts = [None] * len(step.outputs)
         self.narrow = _computes_in(step.operation, registry.config.gradient_dtype)
         for i, tensor in enumerate(step.outputs):
-            if self.narrow and tensor.dtype == "float32":
+            if self.narrow and tensor.dtype in WIDE:
                 label = (
                     f"{step.name}/output" if len(step.outputs) == 1 else f"{step.name}/output_{i}"
                 )
@@ -58,8 +58,8 @@ class Carry(Rule):
     def backward(self, record, upstream, walk):
         inputs, tape, outputs = record
         upstream = [
-            pair if pair is None or group is None else self._cast(group, pair, walk)
-            for group, pair in zip(self.casts, upstream, strict=True)
+            pair if pair is None or group is None else self._cast(group, pair, tensor.dtype, walk)
+            for group, pair, tensor in zip(self.casts, upstream, self.step.outputs, strict=True)
         ]
         pair = self._join(upstream, walk)
         ys = [y for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
@@ -74,11 +74,11 @@ class Carry(Rule):
         dxs = [next(made) if is_dense_float(x) else None for x in inputs]
         return [None if dx is None else pair._replace(gradient=dx) for dx in dxs]
 
-    def _cast(self, group, pair, walk):
+    def _cast(self, group, pair, dtype, walk):
         """Scales a gradient so that it fits into the dtype in which the step computes."""
         config = walk.registry.config
         model, kept = config.cast_model, config.gradient_dtype
-        return walk.cast(group, pair, "float32", self.step, model, kept)
+        return walk.cast(group, pair, dtype, self.step, model, kept)
 
     def _join(self, upstream, walk):
         """Algorithm 1's splitting: one pair whose gradient is the list of those of the outputs."""
