@@ -226,9 +226,8 @@ def write(folder, page, tasks, wanted, causes):
         parts.append(f"### {title}\n\nMetric: {metric}; data: {first['data']}.\n")
         parts.append(table(found, _is_share(found)) + "\n")
     parts += ["### What the paper says of the causes\n", *causes]
-    missing = [run for run in wanted if not run.path(folder).exists()]
     parts.append("### What was not run\n")
-    parts.append(_missing(missing) + "\n")
+    parts.append(_missing(wanted, folder) + "\n")
     for function, file in (
         (draw_sweep, "fixed_scales.png"),
         (draw_curves, "curves.png"),
@@ -246,15 +245,17 @@ NOTHING_YET = "No run of the comparison has been made yet."
 MARK = "<!-- From here on written by benchmarks/compare.py. -->"
 
 
-def _missing(runs):
-    if not runs:
+def _missing(runs, folder):
+    missing = [run for run in runs if not run.path(folder).exists()]
+    if not missing:
         return "All runs are there."
     groups: dict[tuple, list] = {}
-    for run in runs:
+    for run in missing:
         method = run.scaling if run.precision == "float16" else run.precision
         groups.setdefault((run.task, run.multiplier), []).append(f"{name(method)} ({run.seed})")
-    lines = [
-        f"- {task}, loss × {multiplier:g}: {', '.join(methods)}"
-        for (task, multiplier), methods in groups.items()
-    ]
+    lines = []
+    for (task, multiplier), methods in groups.items():
+        wanted = [run for run in runs if (run.task, run.multiplier) == (task, multiplier)]
+        said = "all" if len(methods) == len(wanted) else ", ".join(methods)
+        lines.append(f"- {task}, loss × {multiplier:g}: {said}")
     return "Method, and in brackets the seed:\n\n" + "\n".join(lines)

@@ -13,6 +13,7 @@
 """
 
 import contextlib
+import functools
 import json
 import platform
 import re
@@ -142,6 +143,8 @@ def compiled(method, build, optimizer, loss, multiplier=1.0, seed=0, **kwargs):
         model = gs.convert(model, config)
     options = {} if method.loss_scale == 1 else {"loss_scale_factor": method.loss_scale}
     optimizer = optimizer(**options)
+    if options:
+        optimizer.apply = functools.partial(_apply_dense, optimizer.apply)
     if method.scaling.startswith("dynamic"):
         growth = int(method.scaling.partition(":")[2] or 2000)
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=growth)
@@ -154,6 +157,11 @@ def compiled(method, build, optimizer, loss, multiplier=1.0, seed=0, **kwargs):
         **kwargs,
     )
     return model
+
+
+def _apply_dense(apply, grads, trainable_variables=None):
+    """`Optimizer.apply`, whose division by the loss scale fails for an embedding's gradient."""
+    apply([tf.convert_to_tensor(g) for g in grads], trainable_variables)
 
 
 def _times(loss, factor):

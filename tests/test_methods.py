@@ -142,6 +142,27 @@ def test_every_method_takes_the_step_of_float32(way):
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("way", ["fixed", "dynamic", "balanced"])
+def test_embeddings_have_sparse_gradients(way):
+    """Of which Keras' `loss_scale_factor` makes an error."""
+
+    def build():
+        tokens = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Flatten()(keras.layers.Embedding(5, 4)(tokens))
+        return keras.Model(tokens, keras.layers.Dense(1)(rows))
+
+    tokens, found = np.array([[0, 1, 1], [3, 0, 0]]), []
+    for name in ("float32", way):
+        model = methods.compiled(
+            methods.parse(*WAYS[name]), build, keras.optimizers.SGD, squares, seed=3
+        )
+        before = model.get_weights()
+        model.train_on_batch(tokens, np.ones((2, 1), "float32"))
+        found.append([a - b for a, b in zip(model.get_weights(), before, strict=True)])
+    for a, b in zip(*found, strict=True):
+        assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+
+
 def network_output(weights):
     return np.tanh(X @ weights[0] + weights[1]) @ weights[2] + weights[3]
 
