@@ -184,6 +184,7 @@ def draw_scales(path, folders):
             epochs = np.array(next(iter(found["balanced"].values()))["log2_scales_by_epoch"])
             image = row[1].imshow(epochs, aspect="auto", cmap="RdBu_r", vmin=-24, vmax=24)
             figure.colorbar(image, ax=row[1])
+            row[1].set_yticks(range(len(epochs)), range(1, len(epochs) + 1))
         row[1].set(title=f"{title}: balanced, over training", xlabel="site", ylabel="epoch")
     axes[0, 0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
