@@ -94,8 +94,15 @@ def error(found, wanted):
 # A layer without weights that NumPy's numbers stop from being opened has no product inside; of one
 # with a weight a warning tells.
 @pytest.mark.filterwarnings("ignore:Layer '.*' is differentiated as one operation")
-@pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if fast else pytest.mark.slow)
+        for name in WITH_NUMBERS
+        for kind in BUILDS
+        for fast in [kind == "functional" or name in ("over_float64", "minus_float32")]
+    ],
+)
 def test_gradients_of_a_small_loss(name, kind):
     """As near to float32's as float16 is, whatever the loss is multiplied by."""
 

@@ -131,12 +131,20 @@ def test_they_are_opened_and_left_as_they_were(name):
     [
         ("counts", "it updates a variable"),
         ("raw", "`return tf.math.sin(self.dense(x))`"),
-        *[(name, f"{kind} runs a function") for name, kind in composites.FUNCTIONS.items()],
+        ("map", "Map runs a function"),
     ],
 )
-def test_what_cannot_be_opened_is_one_operation(name, reason, run, mode):
-    if mode == "xla" and name in ("fori_loop", "scan"):
-        pytest.skip("XLA compiles no gradient of these loops, of plain Keras either")
+def test_what_cannot_be_opened_is_one_operation(name, reason, run):
+    check_closed(name, reason, run)
+
+
+@pytest.mark.parametrize("name", sorted(set(composites.FUNCTIONS) - {"map"}))
+def test_an_operation_that_runs_a_function_is_not_opened(name):
+    """What the function uses besides its arguments has a gradient, too."""
+    check_closed(name, f"{composites.FUNCTIONS[name]} runs a function", tf.function)
+
+
+def check_closed(name, reason, run):
     make = composites.CLOSED[name]
     x = normal((BATCH, *SHAPE), 99)
     wanted = gradients(model_of(make, "float32"), x)

@@ -325,14 +325,15 @@ def runs(drawn):
         "val_miou": [0.1, 0.6],
     }
 
-    def found(lost, first, seconds, scales):
+    def found(lost, first, seconds, scales, at_cast):
         times = {"seconds_first_step": first, "seconds": seconds}
-        return {"history": history, "steps_lost": lost, "scales": scales, **times}
+        lost = {"steps_lost": lost, "lost_at_cast": at_cast}
+        return {"history": history, "scales": scales, **lost, **times}
 
     sites = [("logits/cast", "cast", 2.0**20, 2.0**20), ("logits/kernel", "variable", 0.5, 2.0**19)]
     return [
-        segmentation.Run("float32", found(0, 2.0, 10.4, []), 0.0, drawn.y_val),
-        segmentation.Run("gradient-scaling", found(3, 10.0, 90.0, sites), 0.125, drawn.y_val),
+        segmentation.Run("float32", found(0, 2.0, 10.4, [], 0.0), drawn.y_val),
+        segmentation.Run("gradient-scaling", found(3, 10.0, 90.0, sites, 0.125), drawn.y_val),
     ]
 
 
