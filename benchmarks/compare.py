@@ -60,6 +60,11 @@ class Task(NamedTuple):
     trained: bool = False
 
 
+def _detection(size, batch, *options, trained=True):
+    options = ("--size", str(size), "--batch", str(batch), *options)
+    return Task("detection.py", options, "voc", trained=trained)
+
+
 TASKS = {
     "segmentation": Task(
         "segmentation.py",
@@ -72,23 +77,12 @@ TASKS = {
         "recognition.py", ("--depth", "18", "--plain"), "cifar10", multipliers=(1.0,)
     ),
     "recognition-50": Task("recognition.py", ("--depth", "50", "--width", "8"), "cifar10"),
-    "detection-96-b8": Task("detection.py", ("--size", "96", "--batch", "8"), "voc", trained=True),
-    "detection-96-b8-random": Task("detection.py", ("--size", "96", "--batch", "8"), "voc"),
-    "detection-96-b32": Task(
-        "detection.py", ("--size", "96", "--batch", "32"), "voc", trained=True
-    ),
-    "detection-96-b8-1e-3": Task(
-        "detection.py",
-        ("--size", "96", "--batch", "8", "--class-weight", "1e-3"),
-        "voc",
-        trained=True,
-    ),
-    "detection-160-b8": Task(
-        "detection.py", ("--size", "160", "--batch", "8"), "voc", trained=True
-    ),
-    "detection-160-b32": Task(
-        "detection.py", ("--size", "160", "--batch", "32"), "voc", trained=True
-    ),
+    "detection-96-b8": _detection(96, 8),
+    "detection-96-b8-random": _detection(96, 8, trained=False),
+    "detection-96-b32": _detection(96, 32),
+    "detection-96-b8-1e-3": _detection(96, 8, "--class-weight", "1e-3"),
+    "detection-160-b8": _detection(160, 8),
+    "detection-160-b32": _detection(160, 32),
 }
 
 

@@ -26,14 +26,6 @@ def lines(folder):
     return parts
 
 
-def table(header, rows):
-    """Rows of cells as Markdown; nothing, if there are none."""
-    if not rows:
-        return []
-    marks = ["---"] * len(header)
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, marks, *rows)]
-
-
 def _results(folder, task, way, multiplier="1"):
     """Results of a method, by seed."""
     return results.read(folder / task / multiplier).get(way, {})
@@ -52,7 +44,7 @@ def at_the_cast(folder):
             if found:
                 lost = _mean(found, lambda result: result["lost_at_cast"])
                 rows.append((f"× {multiplier}", results.name(way), f"{100 * lost:.2g} %"))
-    return table(("loss", "method", "lost"), rows)
+    return results.markdown(("loss", "method", "lost"), rows)
 
 
 def log2_scales(found, pattern, apart=False):
@@ -76,7 +68,7 @@ def _placed(folder, task, pattern, inside, outside, ways):
                 low = f"{100 * np.mean(made < 0):.0f} %"
                 spread = f"{made.min():.0f} to {made.max():.0f}"
                 rows.append((results.name(way), label, f"{made.mean():.1f}", spread, low))
-    return table(("method", "sites", "mean of log2 β", "range", "below 1"), rows)
+    return results.markdown(("method", "sites", "mean of log2 β", "range", "below 1"), rows)
 
 
 def below_one(folder):
@@ -102,11 +94,11 @@ def by_connections(folder):
             found = _results(folder, task, way)
             if found:
                 mean = _mean(found, lambda r: np.mean(list(r["lost_entries"].values())))
-                most = _mean(found, lambda r: results.most_lost(r)[0])
+                most = _mean(found, results.most_lost)
                 rows.append(
                     (label, results.name(way), f"{100 * mean:.2g} %", f"{100 * most:.2g} %")
                 )
-    return table(("network", "method", "lost, mean over tensors", "at most"), rows)
+    return results.markdown(("network", "method", "lost, mean over tensors", "at most"), rows)
 
 
 def by_batch(folder):
@@ -119,7 +111,7 @@ def by_batch(folder):
                 lost = _mean(found, lambda result: result["steps_lost"])
                 steps = _mean(found, lambda result: result["options"]["steps"])
                 rows.append((f"{size} × {size}", batch, f"{lost:.3g} of {steps:.0f}"))
-    return table(("images", "batch", "steps lost"), rows)
+    return results.markdown(("images", "batch", "steps lost"), rows)
 
 
 def by_cap(folder):
@@ -135,4 +127,4 @@ def by_cap(folder):
             final = 100 * _mean(found, lambda result: result["final"])
             reached = "" if np.isnan(largest) else f"{largest:.0f}"
             rows.append((results.name(way), len(found), f"{final:.1f}", reached))
-    return table(("method", "seeds", "mIoU in points", "largest log2 α"), rows)
+    return results.markdown(("method", "seeds", "mIoU in points", "largest log2 α"), rows)

@@ -93,10 +93,8 @@ def table(found, percent):
         percent: Whether the metric is a share, to be given in points.
     """
     factor, digits = (100, 1) if percent else (1, 3)
-    lines = [
-        "| method | seeds | final | to float32 | steps lost | entries lost | ms a step | MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    measures = ("final", "to float32", "steps lost", "entries lost", "ms a step", "MiB")
+    rows = []
     for method in sorted(found, key=order):
         results = list(found[method].values())
         final = factor * np.mean([r["final"] for r in results])
@@ -106,20 +104,29 @@ def table(found, percent):
             compared = f"{factor * mean:+.{digits}f}"
             compared += "" if np.isnan(spread) else f" ± {factor * spread:.{digits}f}"
         steps = np.mean([r["steps_lost"] for r in results])
-        lost = np.max([most_lost(r)[0] for r in results])
+        lost = np.max([most_lost(r) for r in results])
         time = np.median([1000 * r["seconds"] / (r["options"]["steps"] - 1) for r in results])
         peak = np.max([r["peak_mib"] for r in results])
-        lines.append(
-            f"| {name(method)} | {len(results)} | {final:.{digits}f} | {compared} | {steps:.3g} | "
-            f"{100 * lost:.2g} % | {time:.0f} | {peak:.0f} |"
+        rows.append(
+            (
+                *(name(method), len(results), f"{final:.{digits}f}", compared, f"{steps:.3g}"),
+                *(f"{100 * lost:.2g} %", f"{time:.0f}", f"{peak:.0f}"),
+            )
         )
-    return "\n".join(lines)
+    return "\n".join(markdown(("method", "seeds", *measures), rows))
+
+
+def markdown(header, rows):
+    """The lines of a table; none, if there are no rows."""
+    if not rows:
+        return []
+    marks = ["---"] * len(header)
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, marks, *rows)]
 
 
 def most_lost(result):
-    """The largest share of a gradient's entries that are lost, and the tensor."""
-    shares = result["lost_entries"] or {}
-    return max(((share, name) for name, share in shares.items()), default=(0.0, ""))
+    """The largest share of a gradient's entries that are lost, over all tensors."""
+    return max(result["lost_entries"].values(), default=0.0)
 
 
 def _is_share(found):

@@ -277,7 +277,7 @@ def report(task, method, args, data, metric, history, model, costs, lost=None):
         "final": history[metric][-1],
         "history": history,
         "steps_lost": lost_steps(model, args.steps),
-        "lost_entries": lost,
+        "lost_entries": lost or {},
         "seconds_first_step": costs.first,
         "seconds": costs.seconds,
         "peak_mib": costs.peak,

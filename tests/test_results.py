@@ -31,7 +31,7 @@ def record(folder, task, precision, scaling, seed, final, **others):
         "final": final,
         "history": {metric: [0.25, final]},
         "steps_lost": seed,
-        "lost_entries": {"logits": 0.01, "hidden": 0.002} if precision == "float16" else None,
+        "lost_entries": {"logits": 0.01, "hidden": 0.002} if precision == "float16" else {},
         "seconds": 5.0,
         "peak_mib": 900.0,
         "log2_scales_by_epoch": [[0.0, 1.0], [3.0, 4.0]],

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from tf_gradscale.graph import function_of, is_users_code
-from tf_gradscale.opening import NotOpenable
+from tf_gradscale.opening import NotOpenable, is_symbolic
 from tf_gradscale.rules import is_registered
 
 
@@ -21,7 +21,7 @@ def takes_position(layer, args):
 
 def without_tensors(x):
     """An argument that the call of a composite may be given in a graph of its own."""
-    if tf.is_tensor(x) and not hasattr(x, "numpy"):
+    if is_symbolic(x):
         value = tf.get_static_value(x)
         if value is None:
             raise NotOpenable("it is called on a tensor made of variables")

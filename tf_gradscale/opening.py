@@ -291,8 +291,8 @@ def _nodes(waiting, histories, inner, returned=()):
             node = history.operation._inbound_nodes[history.node_index]
         if node is None or node.is_input:
             raise NotOpenable("it uses a Keras tensor that is not an argument of its call")
-        _check_arguments(node)
         if id(node) not in found:
+            _check_arguments(node)
             found[id(node)] = _number(node), node
             waiting += node.input_tensors + node.outputs
     return [node for _, node in sorted(found.values(), key=lambda pair: pair[0])]
@@ -307,15 +307,18 @@ def _check_arguments(node):
     operation = node.operation
     if isinstance(operation, keras.layers.Layer):
         return
-    given = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-    for name, value in [*vars(operation).items(), *(("arguments", x) for x in given)]:
-        if any(map(_is_symbolic, keras.tree.flatten(value))) and name != "arguments":
+    attributes = vars(operation)
+    for name, value in attributes.items():
+        if any(map(is_symbolic, keras.tree.flatten(value))):
             raise NotOpenable(f"{type(operation).__name__} gets its `{name}` from a tensor's shape")
-        if not name.startswith("_") and callable(value) and not isinstance(value, type):
-            raise NotOpenable(f"{type(operation).__name__} runs a function of its own")
+    given = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+    given += [value for name, value in attributes.items() if not name.startswith("_")]
+    if any(callable(x) and not isinstance(x, type) for x in given):
+        raise NotOpenable(f"{type(operation).__name__} runs a function of its own")
 
 
-def _is_symbolic(x):
+def is_symbolic(x):
+    """Whether something is a TensorFlow tensor of a graph, without a value."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 

@@ -14,7 +14,13 @@ from tf_gradscale.graph import Graph, Slot, Step, Tensor, is_users_code, scope_d
 from tf_gradscale.inner import ClearMask, DimensionOf, Expression, MaskOf, Read, SetMask, Whole
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, tried_out
 from tf_gradscale.nesting import inner_function, is_composite, takes_position, without_tensors
-from tf_gradscale.opening import NotOpenable, flat_tensors, open_attention, open_call
+from tf_gradscale.opening import (
+    NotOpenable,
+    flat_tensors,
+    is_symbolic,
+    open_attention,
+    open_call,
+)
 from tf_gradscale.rules import is_product, replaces_call
 
 
@@ -250,7 +256,7 @@ class _Tracer:
                 return found
             if isinstance(x, keras.Variable):
                 return slot(self._read(x, autocast_dtype))
-            if opened is not None and tf.is_tensor(x) and not hasattr(x, "numpy"):
+            if opened is not None and is_symbolic(x):
                 value = tf.get_static_value(x)
                 if value is None:
                     return slot(self._expression(x, name, tensors, opened))

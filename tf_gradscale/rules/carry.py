@@ -114,13 +114,12 @@ class Measured(Carry):
             return self._declared_vjp(tape, ys, xs, variables, pair, walk)
         dys = pair.gradient
 
-        def vjp():
+        def vjp(pair):
             return self._declared_vjp(tape, ys, xs, variables, pair, walk)
 
         part = self._choose(xs, ys, pair, walk, vjp)
         scaled = [multiply(dy, part[4]) for dy in dys]
-        pair = Scaled(part[1], scaled, part[5], tuple(self.group.sites))
-        found = self._declared_vjp(tape, ys, xs, variables, pair, walk)
+        found = vjp(Scaled(part[1], scaled, part[5], tuple(self.group.sites)))
 
         def made():
             _, *results = found
@@ -132,11 +131,11 @@ class Measured(Carry):
         return found
 
     def _choose(self, xs, ys, pair, walk, vjp):
-        """The group's part of the registry; `vjp` gives what `_declared_vjp` does at β = 1."""
+        """The group's part of the registry; `vjp`: the step's, of a pair."""
         alpha, dys = pair.log2_alpha, pair.gradient
 
         def measure(*state):
-            _, *trial = vjp()
+            _, *trial = vjp(pair)
             dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
             return walk.chooser.measured(dxs or dvs or dys, dys, dvs, alpha, *state)
 
