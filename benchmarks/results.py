@@ -93,7 +93,7 @@ def table(found, percent):
         percent: Whether the metric is a share, to be given in points.
     """
     factor, digits = (100, 1) if percent else (1, 3)
-    measures = ("final", "to float32", "steps lost", "entries lost", "ms a step", "MiB")
+    measures = ("final", "to float32", "steps lost", "entries lost", "core ms a step", "MiB")
     rows = []
     for method in sorted(found, key=order):
         results = list(found[method].values())
@@ -105,7 +105,7 @@ def table(found, percent):
             compared += "" if np.isnan(spread) else f" ± {factor * spread:.{digits}f}"
         steps = np.mean([r["steps_lost"] for r in results])
         lost = np.max([most_lost(r) for r in results])
-        time = np.median([1000 * r["seconds"] / (r["options"]["steps"] - 1) for r in results])
+        time = np.median([1000 * r["core_seconds"] / (r["options"]["steps"] - 1) for r in results])
         peak = np.max([r["peak_mib"] for r in results])
         rows.append(
             (

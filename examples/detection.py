@@ -152,6 +152,7 @@ def main(argv=None):
         backbone = args.backbone and ssd.load_backbone(args.backbone, data.train.images[:64])
     except ValueError as error:
         sys.exit(f"detection.py: {error}")
+    data = data._replace(val=data.val.chosen(methods.validated(args, len(data.val.images))))
     args.batch = min(args.batch, len(data.train.images))
     epochs = methods.epochs(args)
     anchors = multibox.make_anchors(args.size)

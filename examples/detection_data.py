@@ -30,6 +30,11 @@ class Split(NamedTuple):
     boxes: list
     labels: list
 
+    def chosen(self, indices):
+        """Some of the images, with what belongs to them."""
+        boxes, labels = ([values[i] for i in indices] for values in (self.boxes, self.labels))
+        return Split(self.images[indices], boxes, labels)
+
 
 class Dataset(NamedTuple):
     """What to train on, what to validate on, and the names of the classes."""

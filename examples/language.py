@@ -136,6 +136,7 @@ def main(argv=None):
         metrics=[keras.metrics.SparseCategoricalCrossentropy(name="cross_entropy")],
     )
     starts = np.arange(0, len(text.val) - args.length - 1, args.length)[:1000]
+    starts = starts[methods.validated(args, len(starts))]
     costs = methods.Costs()
     history = model.fit(
         batches(text, args),

@@ -88,6 +88,7 @@ def add_arguments(parser, steps, learning_rate):
     add("--steps", type=int, default=steps, help="default: %(default)s")
     add("--learning-rate", type=float, default=learning_rate, help="default: %(default)s")
     add("--loss-multiplier", type=float, default=1.0, help="of the loss; the rate is divided by it")
+    add("--validate", type=int, metavar="N", help="on N examples, evenly spread (default: on all)")
     add("--seed", type=int, default=0, help="of data, weights and batches")
     add("--out", metavar="PNG", help="draw a picture")
     add("--json", metavar="PATH", help="write the metrics to a file")
@@ -97,7 +98,7 @@ def add_arguments(parser, steps, learning_rate):
 def parsed(parser, argv=None):
     """Parses and checks a command line; `args.method` is the `Method`, or `None` for no choice."""
     args = parser.parse_args(argv)
-    for name in ("steps", "learning_rate", "loss_multiplier", "batch", "epochs"):
+    for name in ("steps", "learning_rate", "loss_multiplier", "batch", "epochs", "validate"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive. Received: {value}")
@@ -110,6 +111,12 @@ def parsed(parser, argv=None):
         except ValueError as error:
             parser.error(str(error))
     return args
+
+
+def validated(args, count):
+    """Which of `count` examples to validate on: as many as `--validate` says, evenly spread."""
+    wanted = min(args.validate or count, count)
+    return np.arange(wanted) * count // wanted
 
 
 def epochs(args):
@@ -221,24 +228,28 @@ class Costs(keras.callbacks.Callback):
     Attributes:
         first: Seconds of the first step, which compiles.
         seconds: Of all others.
+        core_seconds: The processor's time for these, of all cores together. Other programs on the
+            machine change it less.
         peak: The largest resident size of the process until training ended, in MiB.
         scales: At the end of each epoch, log2 of each site's scale.
     """
 
     def __init__(self):
         super().__init__()
-        self.first, self.seconds, self.peak, self._began = None, 0.0, None, None
+        self.first, self.seconds, self.core_seconds, self.peak = None, 0.0, 0.0, None
         self.scales = []
+        self._began = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._began = time.monotonic()
+        self._began = time.monotonic(), time.process_time()
 
     def on_train_batch_end(self, batch, logs=None):
-        took = time.monotonic() - self._began
+        took = time.monotonic() - self._began[0]
         if self.first is None:
             self.first = took
         else:
             self.seconds += took
+            self.core_seconds += time.process_time() - self._began[1]
 
     def on_epoch_end(self, epoch, logs=None):
         if isinstance(self.model.optimizer, gs.GradScaleOptimizer):
@@ -280,6 +291,7 @@ def report(task, method, args, data, metric, history, model, costs, lost=None):
         "lost_entries": lost or {},
         "seconds_first_step": costs.first,
         "seconds": costs.seconds,
+        "core_seconds": costs.core_seconds,
         "peak_mib": costs.peak,
         "scales": [
             (site.name, site.kind, site.scale, site.cumulative_scale)

@@ -80,8 +80,9 @@ def main(argv=None):
     except ValueError as error:
         sys.exit(f"recognition.py: {error}")
     epochs = methods.epochs(args)
+    validated = methods.validated(args, len(data.x_val))
     print(
-        f"{data.name}: {len(data.x_train)} images to train on, {len(data.x_val)} to validate, "
+        f"{data.name}: {len(data.x_train)} images to train on, {len(validated)} to validate, "
         f"{data.classes} classes"
     )
     loss = keras.losses.sparse_categorical_crossentropy
@@ -101,7 +102,7 @@ def main(argv=None):
         batches(data, args),
         steps_per_epoch=args.steps // epochs,
         epochs=epochs,
-        validation_data=(data.x_val, data.y_val),
+        validation_data=(data.x_val[validated], data.y_val[validated]),
         validation_batch_size=250,
         verbose=args.verbose,
         shuffle=False,  # the data set shuffles by itself

@@ -95,6 +95,7 @@ def test_options():
     [
         (["--steps", "0"], "--steps must be positive. Received: 0"),
         (["--loss-multiplier", "-1"], "--loss-multiplier must be positive. Received: -1.0"),
+        (["--validate", "0"], "--validate must be positive. Received: 0"),
         (["--scaling", "static"], "--scaling must be one of none, fixed:2^K"),
     ],
 )
@@ -204,6 +205,15 @@ def test_lost_entries(way):
         assert model.optimizer is optimizer
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([], range(10)), (["--validate", "4"], [0, 2, 5, 7]), (["99"], range(10))],
+)
+def test_what_is_validated_on(given, expected):
+    given = ["--validate", *given] if len(given) == 1 else given
+    np.testing.assert_array_equal(methods.validated(methods.parsed(parser(), given), 10), expected)
+
+
 def test_report(capsys, tmp_path):
     method, model = made("balanced")
     costs = methods.Costs()
@@ -224,3 +234,4 @@ def test_report(capsys, tmp_path):
     last = [np.log2(site.scale) for site in model.scales]
     assert len(read["log2_scales_by_epoch"]) == 3 and read["log2_scales_by_epoch"][-1] == last
     assert read["seconds_first_step"] > read["seconds"] > 0 and read["peak_mib"] > 50
+    assert read["core_seconds"] > 0

@@ -33,6 +33,7 @@ def record(folder, task, precision, scaling, seed, final, **others):
         "steps_lost": seed,
         "lost_entries": {"logits": 0.01, "hidden": 0.002} if precision == "float16" else {},
         "seconds": 5.0,
+        "core_seconds": 5.0,
         "peak_mib": 900.0,
         "log2_scales_by_epoch": [[0.0, 1.0], [3.0, 4.0]],
         "scales": [],
@@ -85,6 +86,49 @@ def test_runs_come_in_the_order_of_importance(folder):
     seeds = [run.seed for run in runs if run.scaling == "fixed:2^11" and run.multiplier == 1]
     assert seeds == [0, 1, 2]
     assert [run.seed for run in runs if run.scaling == "fixed:2^7" and run.multiplier == 1] == [0]
+
+
+def test_the_best_fixed_scale_waits_for_the_sweep(folder):
+    compare.Run("segmentation", 1.0, "float16", "fixed:2^19", 0).path(folder).unlink()
+    fixed = {run for run in compare.runs(["segmentation"], folder) if run.scaling in compare.FIXED}
+    assert {run.seed for run in fixed} == {0}
+
+
+def test_a_variant_has_one_seed_and_one_multiplier(folder):
+    runs = list(compare.runs(["recognition-18-plain"], folder))
+    assert {(run.multiplier, run.seed) for run in runs} == {(1.0, 0)}
+    assert len(runs) == len(compare.MAIN + compare.SWEEP)
+
+
+PROGRAM = """
+import json, sys
+path, seed, scaling = (sys.argv[sys.argv.index(n) + 1] for n in ("--json", "--seed", "--scaling"))
+if scaling == "paper:16,1024":
+    sys.exit("It breaks.")
+options = {"seed": int(seed), "data": "/secret", "backbone": "/secret", "steps": 2}
+found = {"metric": "val_miou", "final": 0.5, "core_seconds": 1.0, "options": options}
+open(path, "w").write(json.dumps({**found, "method": ["float16", scaling]}))
+"""
+
+
+def test_jobs_make_every_run_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples" / "segmentation.py").write_text(PROGRAM)
+    folder = tmp_path / "results"
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "write", lambda *args: None)
+    monkeypatch.setattr(mechanisms, "lines", lambda *args: [])
+    given = ["--tasks", "segmentation", "--folder", str(folder), "--jobs", "3"]
+    with pytest.raises(RuntimeError, match=r"(?s)must end with a result.*It breaks.*Received"):
+        compare.main(given)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(set(said))
+    done = {run for run in compare.runs(["segmentation"], folder) if run.path(folder).exists()}
+    # 15 main ones and 4 of the sweep, at each of two multipliers, before the first that breaks.
+    assert len(done) >= 2 * 19
+    text = compare.Run("segmentation", 1.0, "float16", "paper", 2).path(folder).read_text()
+    assert "secret" not in text and json.loads(text)["options"]["data"] is True
 
 
 def test_every_method_of_the_comparison_is_one_of_the_examples():
