@@ -62,4 +62,39 @@ def segnet(size=64, width=16, classes=8):
     return keras.Model(inputs, layers.Activation("softmax", dtype="float32")(x))
 
 
-MODELS = {"residual": residual, "vgg": vgg, "segnet": segnet}
+def mobilenet(size=32, width=16, blocks=6, classes=10):
+    """Depthwise convolutions between pointwise ones, in the style of MobileNetV2."""
+    inputs = keras.Input((size, size, 3))
+    x = layers.Conv2D(width, 3, padding="same", use_bias=False)(inputs)
+    x = layers.ReLU(6.0)(layers.BatchNormalization()(x))
+    for i in range(blocks):
+        filters = width * 2 ** (2 * i // blocks)
+        stride = 2 if i == blocks // 2 else 1
+        y = layers.Conv2D(4 * x.shape[-1], 1, use_bias=False)(x)
+        y = layers.ReLU(6.0)(layers.BatchNormalization()(y))
+        y = layers.DepthwiseConv2D(3, stride, padding="same", use_bias=False)(y)
+        y = layers.ReLU(6.0)(layers.BatchNormalization()(y))
+        y = layers.BatchNormalization()(layers.Conv2D(filters, 1, use_bias=False)(y))
+        x = layers.Add()([x, y]) if x.shape == y.shape else y
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x))
+
+
+def transformer(size=32, width=64, blocks=4, classes=32):
+    """An encoder that labels each of `size` vectors."""
+    inputs = x = keras.Input((size, width))
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, width // 4)(y, y)])
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x))
+
+
+MODELS = {
+    "residual": residual,
+    "vgg": vgg,
+    "mobilenet": mobilenet,
+    "segnet": segnet,
+    "transformer": transformer,
+}

@@ -23,16 +23,27 @@ from models import MODELS
 
 import tf_gradscale as gs
 
+# Gradient scaling: "ours" is timed between updates, "updating" in passes that choose scales.
+# "scaling" measures nothing: gradients of another dtype than the configured one are multiplied,
+# by 1, and that is all.
+CONFIGS = {
+    "ours": gs.GradScaleConfig(update_every=10**6),
+    "updating": gs.GradScaleConfig(update_every=1),
+    "every10": gs.GradScaleConfig(update_every=10),
+    "every100": gs.GradScaleConfig(update_every=100),
+    "scaling": gs.GradScaleConfig(gradient_dtype="bfloat16"),
+}
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+METHODS = ("float32", "bfloat16", "lso", *CONFIGS)
+
 
 def compiled(name, method, jit, options):
     """A model of its own under the given method, compiled for training."""
     keras.utils.set_random_seed(0)
-    with gs.policy_scope("float32" if method == "float32" else "mixed_float16"):
+    with gs.policy_scope(POLICIES.get(method, "mixed_float16")):
         model = MODELS[name](**options)
-        if method == "ours":
-            model = gs.convert(model, gs.GradScaleConfig(update_every=10**6))
-        if method == "updating":
-            model = gs.convert(model, gs.GradScaleConfig(update_every=1))
+        if method in CONFIGS:
+            model = gs.convert(model, CONFIGS[method])
         model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             "sparse_categorical_crossentropy",
@@ -82,7 +93,7 @@ def main():
     """Measures, prints the table, and writes all times as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["residual", "vgg"], choices=MODELS)
-    parser.add_argument("--methods", nargs="+", default=["lso", "ours"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["lso", "ours"])
     parser.add_argument("--jit", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=16)
