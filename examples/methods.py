@@ -150,8 +150,7 @@ def compiled(method, build, optimizer, loss, multiplier=1.0, seed=0, **kwargs):
         model = gs.convert(model, config)
     options = {} if method.loss_scale == 1 else {"loss_scale_factor": method.loss_scale}
     optimizer = optimizer(**options)
-    if options:
-        optimizer.apply = functools.partial(_apply_dense, optimizer.apply)
+    optimizer.apply = functools.partial(_apply_dense, optimizer.apply)
     if method.scaling.startswith("dynamic"):
         growth = int(method.scaling.partition(":")[2] or 2000)
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=growth)
@@ -167,7 +166,11 @@ def compiled(method, build, optimizer, loss, multiplier=1.0, seed=0, **kwargs):
 
 
 def _apply_dense(apply, grads, trainable_variables=None):
-    """`Optimizer.apply`, whose division by the loss scale fails for an embedding's gradient."""
+    """`Optimizer.apply` of gradients none of which is sparse, as an embedding's is.
+
+    Of a sparse one, Keras' Adam squares the parts before it adds them, and `loss_scale_factor`
+    fails on it: methods could not be compared.
+    """
     apply([tf.convert_to_tensor(g) for g in grads], trainable_variables)
 
 

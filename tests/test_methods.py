@@ -164,6 +164,27 @@ def test_embeddings_have_sparse_gradients(way):
         assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_adam_gets_the_sum_of_an_embedding_s_gradients(way):
+    """Keras' own squares the parts of a sparse gradient, and adds these."""
+
+    def build():
+        tokens = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Flatten()(keras.layers.Embedding(5, 4)(tokens))
+        return keras.Model(tokens, keras.layers.Dense(1)(rows))
+
+    def adam(**options):
+        return keras.optimizers.Adam(0.125, epsilon=1e-12, **options)
+
+    model = methods.compiled(methods.parse(*WAYS[way]), build, adam, squares, seed=3)
+    before = model.get_weights()[0]
+    model.train_on_batch(np.array([[0, 1, 1], [3, 0, 0]]), np.ones((2, 1), "float32"))
+    # Adam's first step is as long as its rate, whatever the gradient is.
+    moved = np.abs(model.get_weights()[0] - before)
+    np.testing.assert_allclose(moved[[0, 1, 3]], 0.125, rtol=1e-4)
+    np.testing.assert_array_equal(moved[[2, 4]], 0)
+
+
 def network_output(weights):
     return np.tanh(X @ weights[0] + weights[1]) @ weights[2] + weights[3]
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf_gradscale.config import GradScaleConfig
 from tf_gradscale.registry import ScaleRegistry
-from tf_gradscale.tensors import multiply
+from tf_gradscale.tensors import identity, multiply
 
 
 def _of_inner(name, doc):
@@ -239,6 +239,9 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def _stateful_handle_finite_grads(self, grads, trainable_variables):
+        # This is a graph of its own, to which all of them must belong: TensorFlow refuses a mixture,
+        # which is what an optimizer makes that changes some of the gradients.
+        grads = [identity(g) for g in grads]
         self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
         self.applied_steps.assign_add(1)
         self.skips_in_a_row.assign(0)
