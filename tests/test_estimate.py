@@ -200,7 +200,7 @@ def test_branch(kind, summed):
     rng = np.random.default_rng(4)
     place = placement(placement=kind)
     for _ in range(200):
-        alphas = rng.integers(-40, 40, 3) // rng.choice([1, 10])
+        alphas = rng.integers(-100, 100, 3) // rng.choice([1, 10])
         maxima = np.exp2(rng.uniform(-10, 15, 3)) * (rng.uniform(size=3) > 0.2)
         if not np.any(maxima):
             continue

@@ -12,6 +12,7 @@ from tf_gradscale.estimate import (
     exp2,
     log2_all,
     max_abs,
+    maximum,
     size,
     sum_squares,
 )
@@ -126,9 +127,9 @@ class Chooser:
     def _measured(self, dxs, dys, dvs, alpha, stored, retreat, frozen):
         """β of an op that was tried out."""
         state = _State(stored, retreat, frozen)
-        square = tf.reduce_max(tf.stack([sum_squares(g) / size(g) for g in dxs]))
-        largest = tf.reduce_max(tf.stack([max_abs(g) for g in [*dxs, *dvs]]))
-        max_dy = tf.reduce_max(tf.stack([max_abs(g) for g in dys]))
+        square = maximum([sum_squares(g) / size(g) for g in dxs])
+        largest = maximum([max_abs(g) for g in [*dxs, *dvs]])
+        max_dy = maximum([max_abs(g) for g in dys])
         log2_square, log2_largest, log2_max = log2_all(square, largest, max_dy)
         beta = tf.where(
             square > 0,
@@ -153,9 +154,9 @@ class Chooser:
         The factors are α/α_i for each of the `places` at which gradients could meet, of which
         those present are named by `indices`, and 1/α.
         """
-        maxima = tf.stack([max_abs(g) for g in gradients])
-        largest, top = tf.reduce_max(maxima), tf.reduce_max(alphas)
-        beta = self.placement.branch(tf.stack(alphas), maxima, summed)
+        maxima = [max_abs(g) for g in gradients]
+        largest, top = maximum(maxima), maximum(alphas)
+        beta = self.placement.branch(alphas, maxima, summed)
         state = _State(stored, retreat, frozen)
         scales = self._settle([beta], [largest], largest, top, state, 0)
         return _part([scales], largest, _quotients(scales, alphas, indices, places))
@@ -163,7 +164,7 @@ class Chooser:
     def _unmeasured_join(self, alphas, stored, frozen, indices, places):
         """The largest α_i, or the frozen multiple of it."""
         state = _State(stored, None, frozen)
-        scales = self._keep(1, tf.reduce_max(alphas), state, 0)
+        scales = self._keep(1, maximum(alphas), state, 0)
         return _part([scales], 1.0, _quotients(scales, alphas, indices, places))
 
     def _unmeasured(self, alpha, stored, frozen, sites):
@@ -258,8 +259,9 @@ class _Logs:
 def _quotients(scales, alphas, indices, places):
     """log2 of α/α_i at each place where gradients could meet; 0 where none is present."""
     # A quotient leaves float32's range only where one gradient is negligible.
-    quotients = tf.clip_by_value(scales.cumulative - tf.stack(alphas), -126.0, 126.0)
-    present = dict(zip(indices, tf.unstack(quotients, len(indices)), strict=True))
+    common = scales.cumulative[0]
+    quotients = [tf.clip_by_value(common - alpha, -126.0, 126.0) for alpha in alphas]
+    present = dict(zip(indices, quotients, strict=True))
     return [present.get(i, 0.0) for i in range(places)]
 
 

@@ -5,6 +5,7 @@ scales are sums; powers of two are made and taken apart by their exponent bits, 
 where `exp2` and `floor(log2(x))` are not.
 """
 
+import functools
 import math
 
 import tensorflow as tf
@@ -40,6 +41,11 @@ def log2(x):
 def max_abs(x):
     """max|x| as float32; -inf for an empty tensor."""
     return tf.reduce_max(tf.abs(tf.cast(x, tf.float32)))
+
+
+def maximum(values):
+    """The largest of several scalars, which XLA works out in the operation that needs it."""
+    return functools.reduce(tf.maximum, values)
 
 
 def log2_all(*values):
@@ -242,23 +248,25 @@ class Placement:
         stays m bits below λ_max.
 
         Args:
-            alphas: Vector of log2 α_i.
-            maxima: Vector of max|∇X_i|.
+            alphas: List of log2 α_i.
+            maxima: List of max|∇X_i|.
             summed: Whether the gradients are added, or only brought to one scale.
 
         Returns:
             log2 of the common α over the largest α_i.
         """
-        top = tf.reduce_max(alphas)
-        # log2 of max|∇X_i| / α_i, the true magnitude.
-        true = tf.where(maxima > 0, log2(maxima) - alphas, -1e4)
-        peak = tf.reduce_max(true)
+        top = maximum(alphas)
+        # True magnitudes, times the smallest scale of those that are not zero: in float32, what
+        # vanishes there is nothing beside the largest.
+        pairs = list(zip(maxima, alphas, strict=True))
+        lowest = -maximum([tf.where(m > 0, -a, -1e4) for m, a in pairs])
+        true = [m * exp2(tf.clip_by_value(lowest - a, -126.0, 0.0)) for m, a in pairs]
+        added = self.balanced and summed
+        peak = log2(tf.add_n(true) if added else maximum(true)) - lowest
         if self.balanced:
-            if summed:
-                peak += log2(tf.reduce_sum(tf.exp((true - peak) * math.log(2.0))))
             return tf.minimum(top, tf.floor(self.log2_largest - self.margin_bits - peak)) - top
-        fitting = tf.where(peak + alphas < self.log2_largest, alphas, tf.reduce_min(alphas))
-        return tf.reduce_max(fitting) - top
+        least = -maximum([-a for a in alphas])
+        return maximum([tf.where(peak + a < self.log2_largest, a, least) for a in alphas]) - top
 
 
 def _log2_rms(x, largest):

@@ -239,8 +239,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def _stateful_handle_finite_grads(self, grads, trainable_variables):
-        # This is a graph of its own, to which all of them must belong: TensorFlow refuses a mixture,
-        # which is what an optimizer makes that changes some of the gradients.
+        # This is a graph of its own, to which all of them must belong: TensorFlow refuses a
+        # mixture, which an optimizer makes that changes some of the gradients.
         grads = [identity(g) for g in grads]
         self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
         self.applied_steps.assign_add(1)
