@@ -164,7 +164,7 @@ def test_embeddings_have_sparse_gradients(way):
         assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["float32", "dynamic", "balanced"])
 def test_adam_gets_the_sum_of_an_embedding_s_gradients(way):
     """Keras' own squares the parts of a sparse gradient, and adds these."""
 

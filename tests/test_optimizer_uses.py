@@ -715,6 +715,29 @@ def test_an_optimizer_keeps_its_state_in_a_new_wrapper(make):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+class Centralized(SGD):
+    """Takes the mean off the gradients of kernels, and leaves those of biases as they are."""
+
+    def apply(self, grads, trainable_variables=None):
+        grads = [g - tf.reduce_mean(g, 0) if g.shape.rank > 1 else g for g in grads]
+        super().apply(grads, trainable_variables)
+
+
+@pytest.mark.parametrize("way", ["graph", "xla"])
+def test_an_optimizer_that_changes_some_of_the_gradients(way):
+    found = []
+    for convert in (bare, gs.convert):
+        model = convert(network())
+        before = model.layers[1].kernel.numpy()
+        model.compile(Centralized(0.5), LOSS, **WAYS[way])
+        model.train_on_batch(X[0], Y[0])
+        moved = model.layers[1].kernel.numpy() - before
+        np.testing.assert_allclose(moved.mean(0), 0, atol=1e-7)
+        found.append(model.get_weights())
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
 # --- Where nothing scales gradients ---------------------------------------------------------------
 
 
