@@ -43,7 +43,7 @@ def at_the_cast(folder):
             found = _results(folder, "segmentation", way, multiplier)
             if found:
                 lost = _mean(found, lambda result: result["lost_at_cast"])
-                rows.append((f"× {multiplier}", results.name(way), f"{100 * lost:.2g} %"))
+                rows.append((f"× {multiplier}", results.name(way), results.percent(lost)))
     return results.markdown(("loss", "method", "lost"), rows)
 
 
@@ -96,7 +96,7 @@ def by_connections(folder):
                 mean = _mean(found, lambda r: np.mean(list(r["lost_entries"].values())))
                 most = _mean(found, results.most_lost)
                 rows.append(
-                    (label, results.name(way), f"{100 * mean:.2g} %", f"{100 * most:.2g} %")
+                    (label, results.name(way), results.percent(mean), results.percent(most))
                 )
     return results.markdown(("network", "method", "lost, mean over tensors", "at most"), rows)
 

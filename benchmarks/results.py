@@ -110,10 +110,15 @@ def table(found, percent):
         rows.append(
             (
                 *(name(method), len(results), f"{final:.{digits}f}", compared, f"{steps:.3g}"),
-                *(f"{100 * lost:.2g} %", f"{time:.0f}", f"{peak:.0f}"),
+                *(percent(lost), f"{time:.0f}", f"{peak:.0f}"),
             )
         )
     return "\n".join(markdown(("method", "seeds", *measures), rows))
+
+
+def percent(share):
+    """A share as a table shows it."""
+    return f"{100 * share:.3g} %"
 
 
 def markdown(header, rows):
