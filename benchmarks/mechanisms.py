@@ -43,7 +43,7 @@ def at_the_cast(folder):
             found = _results(folder, "segmentation", way, multiplier)
             if found:
                 lost = _mean(found, lambda result: result["lost_at_cast"])
-                rows.append((f"× {multiplier}", results.name(way), results.percent(lost)))
+                rows.append((f"× {multiplier}", results.name(way), results.in_percent(lost)))
     return results.markdown(("loss", "method", "lost"), rows)
 
 
@@ -96,7 +96,7 @@ def by_connections(folder):
                 mean = _mean(found, lambda r: np.mean(list(r["lost_entries"].values())))
                 most = _mean(found, results.most_lost)
                 rows.append(
-                    (label, results.name(way), results.percent(mean), results.percent(most))
+                    (label, results.name(way), results.in_percent(mean), results.in_percent(most))
                 )
     return results.markdown(("network", "method", "lost, mean over tensors", "at most"), rows)
 

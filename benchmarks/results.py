@@ -110,13 +110,13 @@ def table(found, percent):
         rows.append(
             (
                 *(name(method), len(results), f"{final:.{digits}f}", compared, f"{steps:.3g}"),
-                *(percent(lost), f"{time:.0f}", f"{peak:.0f}"),
+                *(in_percent(lost), f"{time:.0f}", f"{peak:.0f}"),
             )
         )
     return "\n".join(markdown(("method", "seeds", *measures), rows))
 
 
-def percent(share):
+def in_percent(share):
     """A share as a table shows it."""
     return f"{100 * share:.3g} %"
 
