@@ -144,16 +144,22 @@ def _style(method):
 
 
 def draw_sweep(path, folders):
-    """The metric against the fixed scale, with lines for the others (the paper's Figure 1a)."""
+    """The metric against the fixed scale, with lines for the others (the paper's Figure 1a).
+
+    All with seed 0, the only one that each fixed scale has.
+    """
+    swept = {title: found for title, found in folders.items() if any("fixed" in m for m in found)}
+    folders = swept or folders
     figure, axes = _grid(folders)
     for axis, (title, found) in zip(axes, folders.items(), strict=True):
-        fixed = sorted((order(m)[1], by[0]["final"]) for m, by in found.items() if "fixed" in m)
+        fixed = sorted(
+            (order(m)[1], by[0]["final"]) for m, by in found.items() if "fixed" in m and 0 in by
+        )
         if fixed:
             axis.plot(*zip(*fixed, strict=True), "o--", color=COLOURS["fixed"], label="fixed scale")
         for method in ("float32", "dynamic", "paper", "balanced"):
-            if method in found:
-                finals = [r["final"] for r in found[method].values()]
-                axis.axhline(np.mean(finals), label=name(method), **_style(method))
+            if 0 in found.get(method, {}):
+                axis.axhline(found[method][0]["final"], label=name(method), **_style(method))
         axis.set(title=title, xlabel="log2 of the fixed scale")
     axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
