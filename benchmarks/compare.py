@@ -51,32 +51,34 @@ REST = (
 class Task(NamedTuple):
     """A program with its options.
 
-    `data`: which of the data sets it takes. `multipliers`: of its loss, most important first.
-    `higher`: whether a higher metric is better. `trained`: whether it starts from SqueezeNet's
-    weights. `variant`: whether it is there for one of the paper's mechanisms only, and gets one
-    seed.
+    `data`: which of the data sets it takes. `higher`: whether a higher metric is better.
+    `trained`: whether it starts from SqueezeNet's weights. `variant`: whether it is there for one
+    of the paper's mechanisms only, and gets one seed and one multiplier.
     """
 
     program: str
     options: tuple
     data: str
-    multipliers: tuple = (1.0, 1e-4)
     higher: bool = True
     trained: bool = False
     variant: bool = False
+
+    @property
+    def multipliers(self):
+        """Of its loss, most important first."""
+        return (1.0,) if self.variant else (1.0, 1e-4)
 
 
 def _detection(size, batch, *options, trained=True, variant=True):
     options = ("--size", str(size), "--batch", str(batch), *options)
     options += ("--steps", "400", "--validate", "300")
-    return Task("detection.py", options, "voc", (1.0,), trained=trained, variant=variant)
+    return Task("detection.py", options, "voc", trained=trained, variant=variant)
 
 
 def _recognition(depth, *options, variant=False):
     options = ("--depth", str(depth), "--width", "8", "--batch", "64", *options)
     options += ("--steps", "400", "--validate", "2000")
-    multipliers = (1.0,) if variant else (1.0, 1e-4)
-    return Task("recognition.py", options, "cifar10", multipliers, variant=variant)
+    return Task("recognition.py", options, "cifar10", variant=variant)
 
 
 TASKS = {
@@ -87,7 +89,7 @@ TASKS = {
     ),
     "language": Task("language.py", ("--steps", "400"), "text", higher=False),
     "recognition-18": _recognition(18),
-    "detection-96-b8": _detection(96, 8, variant=False)._replace(multipliers=(1.0, 1e-4)),
+    "detection-96-b8": _detection(96, 8, variant=False),
     "recognition-50": _recognition(50),
     "recognition-18-plain": _recognition(18, "--plain", variant=True),
     "detection-96-b8-1e-3": _detection(96, 8, "--class-weight", "1e-3"),

@@ -56,8 +56,7 @@ def instructions(hlo):
             if match is None:
                 continue
             found.setdefault(name, []).append(match[1])
-            inside = r"calls=" if match[1] != "conditional" else r"(?!)"
-            fused.update(re.findall(rf"(?:{inside}|to_apply=)%?([\w.-]+)", line))
+            fused.update(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", line))
     return Counter(op for name, ops in found.items() if name not in fused for op in ops)
 
 

@@ -48,6 +48,11 @@ def maximum(values):
     return functools.reduce(tf.maximum, values)
 
 
+def minimum(values):
+    """The smallest of several scalars, likewise."""
+    return functools.reduce(tf.minimum, values)
+
+
 def log2_all(*values):
     """`log2` of several scalars, as a list."""
     return tf.unstack(log2(tf.stack(values)))
@@ -259,13 +264,13 @@ class Placement:
         # True magnitudes, times the smallest scale of those that are not zero: in float32, what
         # vanishes there is nothing beside the largest.
         pairs = list(zip(maxima, alphas, strict=True))
-        lowest = -maximum([tf.where(m > 0, -a, -1e4) for m, a in pairs])
+        lowest = minimum([tf.where(m > 0, a, 1e4) for m, a in pairs])
         true = [m * exp2(tf.clip_by_value(lowest - a, -126.0, 0.0)) for m, a in pairs]
         added = self.balanced and summed
         peak = log2(tf.add_n(true) if added else maximum(true)) - lowest
         if self.balanced:
             return tf.minimum(top, tf.floor(self.log2_largest - self.margin_bits - peak)) - top
-        least = -maximum([-a for a in alphas])
+        least = minimum(alphas)
         return maximum([tf.where(peak + a < self.log2_largest, a, least) for a in alphas]) - top
 
 
