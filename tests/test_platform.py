@@ -22,6 +22,7 @@ from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 from tensorflow.python.eager import record
+from tensorflow.python.ops import control_flow_util
 
 import tf_gradscale as gs
 from tf_gradscale.rules import carry, gemm
@@ -68,6 +69,7 @@ MODULES = {
     "keras.src.models.functional",
     "keras.src.saving",
     "tensorflow.python.eager",
+    "tensorflow.python.ops",
     "tensorflow.python.saved_model.save_context",
 }
 
@@ -413,6 +415,22 @@ def test_compile_does_not_wrap_a_loss_scale_optimizer():
 
 
 # --- TensorFlow ----------------------------------------------------------------------------------
+
+
+def test_a_graph_knows_whether_xla_compiles_it():
+    """control_flow_util: where a gradient is divided by 1, for XLA to keep it."""
+    seen = []
+
+    def look(x):
+        seen.append(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+        return x
+
+    tf.function(look)(tf.constant(1.0))
+    tf.function(look, jit_compile=True)(tf.constant(1.0))
+    # A function inside of one that is compiled is part of that.
+    inner = tf.function(look)
+    tf.function(lambda x: inner(x) + 1.0, jit_compile=True)(tf.constant(1.0))
+    assert seen == [False, True, True]
 
 
 def test_whether_a_tape_watches():

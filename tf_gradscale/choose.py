@@ -26,10 +26,9 @@ class Chooser:
     """Chooses scales under one `GradScaleConfig`.
 
     Its public methods take at their end `updating`, whether to choose at all; `stored`, the group's
-    part of the registry's vector; `retreat`, a vector with an entry for each of its sites
-    (`Placement.place`; not where nothing is measured); and `frozen`, whether to keep the local
-    scales that are stored. They return the group's part of the vector, laid out as
-    `registry.Group` says. Those that they run, when scales are chosen, do not get `updating`.
+    part of the registry's vector, laid out as `sites.Group` says; and `frozen`, whether to keep the
+    local scales that are stored. They return the group's part. Those that they run, when scales are
+    chosen, do not get `updating`.
     """
 
     def __init__(self, config):
@@ -40,9 +39,9 @@ class Chooser:
         self.measured = _if_updating(self._measured)
         self.uniform = _if_updating(self._uniform)
         self.join = _if_updating(self._join)
-        self.unmeasured_join = _if_updating(self._unmeasured_join, 3)
-        self.unmeasured = _if_updating(self._unmeasured, 3)
-        self.unmeasured_gemm = _if_updating(self._unmeasured_gemm, 3)
+        self.unmeasured_join = _if_updating(self._unmeasured_join)
+        self.unmeasured = _if_updating(self._unmeasured)
+        self.unmeasured_gemm = _if_updating(self._unmeasured_gemm)
 
     @staticmethod
     @functools.cache
@@ -50,9 +49,7 @@ class Chooser:
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
 
-    def _gemm(
-        self, dy, x, kernel, log2_n, alpha, stored, retreat, frozen, dy_axis, x_axis, kind, apart
-    ):
+    def _gemm(self, dy, x, kernel, log2_n, alpha, stored, frozen, dy_axis, x_axis, kind, apart):
         """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: first, input.
 
         `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
@@ -61,7 +58,7 @@ class Chooser:
         scaled, so that one set of statistics serves for both. `apart`: whether β is for ∇Y as it
         comes, or for β_W∇Y.
         """
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 2)
         squares = sum_squares(dy, dy_axis)
         total = tf.reduce_sum(squares)
         # The balanced placement takes the room of the distribution for max|∇Y|.
@@ -74,21 +71,21 @@ class Chooser:
         if kind == "cast":
             lower, _ = self.placement.normal_bounds(logs.sigma_dy)
             upper = self.placement.log2_largest - logs.max_dy
-            wanted = self.placement.place(lower, upper, state.retreat[0])
+            wanted = self.placement.place(lower, upper, state.retreat(0))
             beta_w = tf.minimum(wanted, beta_w) if self.placement.balanced else wanted
         first = self._settle([beta_w], [largest], largest, alpha, state, 0)
         shift, before = (0.0, alpha) if apart else (first.local[0], first.cumulative)
-        beta = self._product(logs, log2_n, shift, state.retreat[1])
+        beta = self._product(logs, log2_n, shift, state.retreat(1))
         rest = self._settle([beta], [largest * logs.total_w], largest, before, state, 1)
-        return _part([first, rest], largest)
+        return state.part([first, rest], largest)
 
-    def _bilinear(self, dy, a, b, count, alpha, stored, retreat, frozen, weights):
+    def _bilinear(self, dy, a, b, count, alpha, stored, frozen, weights):
         """β of both operands of a product: lines 4 and 5 of Algorithm 1. Sites: a, b.
 
         `count`: how many products there are in all. `weights`: for each operand, whether its
         gradient is kept within the bound of Cauchy-Schwarz.
         """
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 2)
         total, largest = sum_squares(dy), max_abs(dy)
         squares = [sum_squares(tf.cast(x, tf.float32) * 2.0**_KERNEL_SHIFT) for x in (a, b)]
         sizes = [size(x) for x in (dy, a, b)]
@@ -104,51 +101,51 @@ class Chooser:
                 norms[other] - 0.5 * sizes[other],
                 max_dy,
                 maxima[other],
-                state.retreat[own],
+                state.retreat(own),
             )
             if weights[own] and self.placement.balanced:
                 beta = tf.minimum(beta, self.placement.variable(0.5 * total_dy, norms[other]))
             wanted.append(beta)
         magnitudes = [total * squares[1], total * squares[0]]
-        return _part([self._settle(wanted, magnitudes, total, alpha, state, 0)], total)
+        return state.part([self._settle(wanted, magnitudes, total, alpha, state, 0)], total)
 
     def _product(self, logs, log2_n, shift, retreat):
         """log2 β of a product, whose ∇Y is 2^shift times the one that `logs` are of."""
         sigma_dy, max_dy = logs.sigma_dy + shift, logs.max_dy + shift
         return self.placement.gemm(log2_n, sigma_dy, logs.sigma_w, max_dy, logs.max_w, retreat)
 
-    def _cast(self, dy, alpha, stored, retreat, frozen, model):
+    def _cast(self, dy, alpha, stored, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 1)
         largest = max_abs(dy)
-        beta = self.placement.cast(dy, largest, model, state.retreat[0])
-        return _part([self._settle([beta], [largest], largest, alpha, state, 0)], largest)
+        beta = self.placement.cast(dy, largest, model, state.retreat(0))
+        return state.part([self._settle([beta], [largest], largest, alpha, state, 0)], largest)
 
-    def _measured(self, dxs, dys, dvs, alpha, stored, retreat, frozen):
+    def _measured(self, dxs, dys, dvs, alpha, stored, frozen):
         """β of an op that was tried out."""
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 1)
         square = maximum([sum_squares(g) / size(g) for g in dxs])
         largest = maximum([max_abs(g) for g in [*dxs, *dvs]])
         max_dy = maximum([max_abs(g) for g in dys])
         log2_square, log2_largest, log2_max = log2_all(square, largest, max_dy)
         beta = tf.where(
             square > 0,
-            self.placement.measured(0.5 * log2_square, log2_largest, log2_max, state.retreat[0]),
-            self.placement.unseen(log2_max, state.retreat[0]),
+            self.placement.measured(0.5 * log2_square, log2_largest, log2_max, state.retreat(0)),
+            self.placement.unseen(log2_max, state.retreat(0)),
         )
         scales = self._settle([beta], [max_dy], max_dy, alpha, state, 0)
-        return _part([scales._replace(known=tf.cast([square > 0], tf.float32))], max_dy)
+        return state.part([scales._replace(known=tf.cast([square > 0], tf.float32))], max_dy)
 
-    def _uniform(self, dy, factor, alpha, stored, retreat, frozen):
+    def _uniform(self, dy, factor, alpha, stored, frozen):
         """β of an op that multiplies entries of ∇Y by a positive factor to make those of ∇X."""
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 1)
         square, max_dy = sum_squares(dy) / size(dy), max_abs(dy)
         log2_square, log2_max, log2_factor = log2_all(square, max_dy, factor)
         sigma, largest = 0.5 * log2_square + log2_factor, log2_max + log2_factor
-        beta = self.placement.measured(sigma, largest, log2_max, state.retreat[0])
-        return _part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
+        beta = self.placement.measured(sigma, largest, log2_max, state.retreat(0))
+        return state.part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
 
-    def _join(self, gradients, alphas, stored, retreat, frozen, indices, places, summed):
+    def _join(self, gradients, alphas, stored, frozen, indices, places, summed):
         """The common α of several gradients: lines 15 to 18 of Algorithm 1.
 
         The factors are α/α_i for each of the `places` at which gradients could meet, of which
@@ -157,26 +154,27 @@ class Chooser:
         maxima = [max_abs(g) for g in gradients]
         largest, top = maximum(maxima), maximum(alphas)
         beta = self.placement.branch(alphas, maxima, summed)
-        state = _State(stored, retreat, frozen)
+        state = _State(stored, frozen, 1)
         scales = self._settle([beta], [largest], largest, top, state, 0)
-        return _part([scales], largest, _quotients(scales, alphas, indices, places))
+        return state.part([scales], largest, _quotients(scales, alphas, indices, places))
 
     def _unmeasured_join(self, alphas, stored, frozen, indices, places):
         """The largest α_i, or the frozen multiple of it."""
-        state = _State(stored, None, frozen)
+        state = _State(stored, frozen, 1)
         scales = self._keep(1, maximum(alphas), state, 0)
-        return _part([scales], 1.0, _quotients(scales, alphas, indices, places))
+        return state.part([scales], 1.0, _quotients(scales, alphas, indices, places))
 
     def _unmeasured(self, alpha, stored, frozen, sites):
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
-        return _part([self._keep(sites, alpha, _State(stored, None, frozen), 0)], 1.0)
+        state = _State(stored, frozen, sites)
+        return state.part([self._keep(sites, alpha, state, 0)], 1.0)
 
     def _unmeasured_gemm(self, alpha, stored, frozen, apart):
         """The same for a product, whose second scale comes on top of the first or beside it."""
-        state = _State(stored, None, frozen)
+        state = _State(stored, frozen, 2)
         first = self._keep(1, alpha, state, 0)
         before = alpha if apart else first.cumulative
-        return _part([first, self._keep(1, before, state, 1)], 1.0)
+        return state.part([first, self._keep(1, before, state, 1)], 1.0)
 
     def _settle(self, wanted, magnitudes, given, alpha, state, first):
         """Scales from what was estimated.
@@ -192,11 +190,11 @@ class Chooser:
         known = tf.stack(magnitudes) > 0
         local = tf.where(known, tf.stack(wanted), 0.0)
         free = (given < math.inf) & ~state.frozen
-        local = tf.where(free, local, state.stored(first, len(wanted)))
+        local = tf.where(free, local, state.local(first, len(wanted)))
         return self._bounded(local, tf.cast(known, tf.float32), alpha)
 
     def _keep(self, sites, alpha, state, first):
-        local = tf.where(state.frozen, state.stored(first, sites), 0.0)
+        local = tf.where(state.frozen, state.local(first, sites), 0.0)
         return self._bounded(local, tf.ones([sites]), alpha)
 
     def _bounded(self, local, known, alpha):
@@ -214,26 +212,34 @@ class _Scales(NamedTuple):
 
 
 class _State:
-    """What the registry holds for a group, taken apart."""
+    """What the registry holds for a group of some sites, taken apart and put together again."""
 
-    def __init__(self, stored, retreat, frozen):
+    def __init__(self, stored, frozen, sites):
         self._stored = stored
-        self.retreat = None if retreat is None else _Lazy(retreat)
+        self._retreats = stored[-sites:]
         self.frozen = frozen
 
-    def stored(self, first, sites):
+    def local(self, first, sites):
         """log2 β of some of the group's sites."""
-        return tf.slice(self._stored, [first], [sites])
+        return self._stored[first : first + sites]
 
+    def retreat(self, site):
+        """How much of its height one of them gives up (`Placement.place`)."""
+        return self._retreats[site]
 
-class _Lazy:
-    """Entries of a vector, taken only if asked for."""
+    def part(self, scales, given, exponents=None):
+        """The group's part of the registry's vector, as `sites.Group` lays it out.
 
-    def __init__(self, vector):
-        self._vector = vector
-
-    def __getitem__(self, index):
-        return tf.gather(self._vector, index)
+        Args:
+            scales: List of `_Scales`.
+            given: A magnitude of ∇Y, of which it is noted whether it is finite.
+            exponents: log2 of the factors to multiply by, if these are not the scales.
+        """
+        local, cumulative, known = (tf.concat(rows, 0) for rows in zip(*scales, strict=True))
+        factors = tf.stack(exponents) if exponents is not None else local
+        finite = tf.cast(tf.stack([given]) < math.inf, tf.float32)
+        powers = exp2(tf.concat([factors, -cumulative], 0))
+        return tf.concat([local, cumulative, known, finite, powers, self._retreats], 0)
 
 
 class _Logs:
@@ -265,39 +271,19 @@ def _quotients(scales, alphas, indices, places):
     return [present.get(i, 0.0) for i in range(places)]
 
 
-def _part(scales, given, exponents=None):
-    """A group's part of the registry's vector, as `registry.Group` lays it out.
-
-    Args:
-        scales: List of `_Scales`.
-        given: A magnitude of ∇Y, of which it is noted whether it is finite.
-        exponents: log2 of the factors to multiply by, if these are not the scales.
-    """
-    local, cumulative, known = (tf.concat(rows, 0) for rows in zip(*scales, strict=True))
-    factors = tf.stack(exponents) if exponents is not None else local
-    finite = tf.cast(tf.stack([given]) < math.inf, tf.float32)
-    return tf.concat(
-        [local, cumulative, known, finite, exp2(tf.concat([factors, -cumulative], 0))], 0
-    )
-
-
-def _if_updating(function, state=4):
+def _if_updating(function):
     """Shares a method of the `Chooser`, with the condition whether scales are chosen in this pass.
 
-    Args:
-        function: The method.
-        state: How many arguments follow those that are the method's own; before them comes
-            `updating`.
+    XLA replaces a condition by computing both of its branches if it thinks that these are cheap,
+    unless one has nothing to compute, as has the one that returns what is stored.
     """
 
     def choose(*args, **static):
-        own, (updating, *rest) = args[:-state], args[-state:]
-        stored = rest[0]
-        part = tf.cond(
+        *own, updating, stored, frozen = args
+        return tf.cond(
             updating,
-            lambda: function(*own, *rest, **static),
+            lambda: function(*own, stored, frozen, **static),
             lambda: tf.identity(stored),
         )
-        return tf.ensure_shape(part, stored.shape)
 
     return Shared(choose)

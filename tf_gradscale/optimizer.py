@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.config import GradScaleConfig
+from tf_gradscale.fusion import computed_once
 from tf_gradscale.registry import ScaleRegistry
 from tf_gradscale.tensors import identity, multiply
 
@@ -342,6 +343,11 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             replica.merge_call(self._apply_merged, args=(finite, grads, trainable_variables))
         if tf.executing_eagerly() and not self.watched:
             self.check_skips()
+
+    def check_finite(self, grads):
+        """Whether all entries of some gradients are finite, `None` for none."""
+        # All updates depend on it.
+        return computed_once(tf.cast(super().check_finite(grads), tf.int32)) > 0
 
     def _check_scope(self):
         """Refuses variables of which there is one for all replicas: each would update it."""

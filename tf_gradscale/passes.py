@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.estimate import Placement, exp2, log2
+from tf_gradscale.fusion import computed_once
 from tf_gradscale.shared import Shared
 
 # Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
@@ -42,14 +43,14 @@ class Passes:
 
         Returns:
             Whether scales are chosen in this pass; whether they are frozen; a power of two by
-            which the incoming gradients are to be multiplied, and its inverse; the registry's
-            vector, good for gradients that are; for each site how much of its height it gives up.
+            which the incoming gradients are to be multiplied, its inverse, and a 1 of which nobody
+            knows that it is 1; the registry's vector, good for gradients that are.
         """
-        names = ("scales", "history", "passes", "pending", "frozen", "peaks")
+        names = ("scales", "passes", "pending", "frozen", "peaks")
         inverses = tf.constant(np.array(inverses, bool))
         return self._shared_begin(*(state[name] for name in names), peaks, inverses)
 
-    def _begin(self, scales, history, passes, pending, frozen, before, peaks, inverses):
+    def _begin(self, scales, passes, pending, frozen, before, peaks, inverses):
         early = passes <= min(_LAST_EARLY_UPDATE, self._every)
         early &= tf.equal(tf.bitwise.bitwise_and(passes, passes - 1), 0)
         frozen = frozen > 0
@@ -59,9 +60,9 @@ class Passes:
         if self._shifts:
             exponent = self._shift(before, peaks, updating | frozen)
         shift, unshift = exp2(exponent), exp2(-exponent)
-        stored = tf.where(inverses, scales * unshift, scales)
-        # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
-        return updating, frozen, shift, unshift, stored, 1.0 - tf.pow(0.5, history[0])
+        factors = tf.unstack(computed_once(tf.stack([shift, unshift, shift * unshift])), 3)
+        stored = computed_once(tf.where(inverses, scales * factors[1], scales))
+        return updating, frozen, *factors, stored
 
     def _shift(self, before, peaks, off):
         """log2 of what gradients are multiplied by as they come in, and divided by as they go out.
@@ -77,7 +78,7 @@ class Passes:
         # Within what 1/α, which it multiplies, leaves of float32's range.
         return tf.where(usable, -tf.clip_by_value(tf.round(grown), -26.0, 26.0), 0.0)
 
-    def end(self, state, vector, peaks, measured, known, given, followers, followed):
+    def end(self, state, vector, peaks, measured, known, given, retreats, followers, followed):
         """Ends a pass.
 
         Args:
@@ -87,6 +88,7 @@ class Passes:
             measured: Whether each site was measured.
             known: Where it stands in the vector whether each site's gradient was non-zero.
             given: Where, whether the gradient that arrived there was finite.
+            retreats: Where, how much of its height the site gives up.
             followers: Sites behind which other groups measure, by index, one for each such group.
             followed: Where it stands whether what these measured was finite.
 
@@ -94,7 +96,7 @@ class Passes:
             What the registry is to hold: vector, history, `pending` and peaks.
         """
         names = ("scales", "history", "passes", "pending", "frozen", "peaks")
-        positions = [np.array(x, "int32") for x in (known, given, followers, followed)]
+        positions = [np.array(x, "int32") for x in (known, given, retreats, followers, followed)]
         return self._shared_end(
             *(state[name] for name in names),
             vector,
@@ -105,23 +107,23 @@ class Passes:
     def _end(self, scales, history, passes, pending, frozen, before, vector, peaks, *sites):
         # As at its beginning, without the vector.
         updating, frozen, *_ = self._begin(
-            scales, history, passes, pending, frozen, before, peaks, tf.zeros_like(scales, tf.bool)
+            scales, passes, pending, frozen, before, peaks, tf.zeros_like(scales, tf.bool)
         )
         return tf.cond(
             updating,
             lambda: (
-                vector,
                 *self._look_back(vector, history, frozen, *sites),
                 tf.where(peaks < math.inf, peaks, before),
             ),
             lambda: (tf.identity(scales), tf.identity(history), tf.constant(0), before),
         )
 
-    def _look_back(self, vector, history, frozen, measured, known, given, followers, followed):
-        """Back-off, and whether the next pass must measure again.
+    def _look_back(self, vector, history, frozen, measured, *positions):
+        """Back-off, in the vector and the history; and whether the next pass must measure again.
 
         A site backs off where ∇Y was finite and the gradient made of it is not.
         """
+        known, given, retreats, followers, followed = positions
         backoff, zeros = tf.unstack(history, 2)
         known, given_finite = tf.gather(vector, known) > 0, tf.gather(vector, given) > 0
         bad = tf.cast(tf.gather(vector, followed) <= 0, tf.int32)
@@ -132,4 +134,7 @@ class Passes:
         if self._balanced:
             backoff = tf.where(overflowed, backoff + 1.0, tf.maximum(backoff - 0.125, 0.0))
         again = measured & (overflowed | ~given_finite | (~known & (zeros < _PATIENCE)))
-        return tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)
+        # After k overflows a scale gives up 1 - 2^-k of its height (`Placement.place`).
+        retreat = 1.0 - tf.pow(0.5, backoff)
+        vector = tf.tensor_scatter_nd_update(vector, retreats[:, tf.newaxis], retreat)
+        return vector, tf.stack([backoff, zeros]), tf.cast(tf.reduce_any(again), tf.int32)

@@ -44,7 +44,8 @@ class Group:
 
     The part holds log2 β of each of the n sites, log2 α of each, and whether the gradient there
     was non-zero; then whether the gradient that arrived was finite; then powers of two: 2^β of
-    each site (or, where gradients meet, what each is multiplied by) and 1/α of each.
+    each site (or, where gradients meet, what each is multiplied by) and 1/α of each; then how much
+    of its height each has given up after overflows.
     """
 
     def __init__(self, index, start, sites, factors):
@@ -53,13 +54,14 @@ class Group:
         self.sites = sites
         n = len(sites)
         # Where nothing has been chosen yet, all scales are 2^0.
-        self.initial = [0.0] * (2 * n) + [1.0] * (n + 1 + factors)
+        self.initial = [0.0] * (2 * n) + [1.0] * (n + 1 + factors) + [0.0] * n
         self.size = len(self.initial)
 
     def position(self, site, field):
         """Where a field of one of its sites stands in the registry's vector."""
-        row = ("local", "cumulative", "known").index(field)
-        return self.start + row * len(self.sites) + self.sites.index(site)
+        n = len(self.sites)
+        first = {"local": 0, "cumulative": n, "known": 2 * n, "retreat": self.size - n}[field]
+        return self.start + first + self.sites.index(site)
 
     @property
     def finite(self):

@@ -6,6 +6,7 @@ import tensorflow as tf
 from tf_gradscale import formats, tensors
 from tf_gradscale.counters import rates
 from tf_gradscale.estimate import max_abs
+from tf_gradscale.fusion import materialized
 from tf_gradscale.passes import Passes
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Scaled
@@ -39,11 +40,9 @@ class Walk:
         self._state = registry.read()
         self._peaks = tf.stack([tf.constant(0.0) if g is None else max_abs(g) for g in upstream])
         begun = self._passes.begin(self._state, self._peaks, registry.are_inverses())
-        self._updating, self._frozen, self.shift, self.unshift, stored, retreat = begun
+        self._updating, self._frozen, self.shift, self.unshift, self._one, stored = begun
         sizes = [group.size for group in registry.groups]
-        counts = [len(group.sites) for group in registry.groups]
         self._parts = tf.split(stored, sizes) if sizes else []
-        self._retreats = tf.split(retreat, counts) if sizes else []
         self._measured = np.zeros(len(registry), bool)
         # (site, group): the group that measures the gradient made behind the site.
         self._followers = []
@@ -61,16 +60,16 @@ class Walk:
             upstream: The `Scaled`s that arrive there, a list.
             owner: The step or tensor whose gradient is scaled.
             dtype: The dtype in which that gradient is kept.
-            measure: Function of (updating, stored part, retreat, frozen) that chooses from
-                measurements, if updating.
-            keep: Function of (updating, stored part, frozen), where there is nothing to choose:
-                gradients of another dtype are not scaled, those of no use are not measured.
+            measure: Function of (updating, stored, frozen), as the `Chooser` takes them, that
+                chooses from measurements, if updating.
+            keep: The same, where there is nothing to choose: gradients of another dtype are not
+                scaled, those of no use are not measured.
             trial: Whether `measure` tries something out, which is to be done only if updating.
 
         Returns:
-            The fields of the group's part of the registry, as scalars (see `Group`).
+            The fields of the group's part of the registry, as scalars (see `Group`), less the last.
         """
-        stored, retreat = self._parts[group.index], self._retreats[group.index]
+        stored = self._parts[group.index]
         measures = tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
         if measures:
             for site in group.sites:
@@ -83,15 +82,15 @@ class Walk:
         elif trial:
             part = tf.cond(
                 self._updating,
-                lambda: measure(tf.constant(True), stored, retreat, self._frozen),
+                lambda: measure(tf.constant(True), stored, self._frozen),
                 lambda: tf.identity(stored),
             )
             part = tf.stop_gradient(part)
         else:
-            part = measure(self._updating, stored, retreat, self._frozen)
+            part = measure(self._updating, stored, self._frozen)
         part.set_shape([group.size])
         self._parts[group.index] = part
-        return tf.unstack(part)
+        return tf.unstack(part)[: -len(group.sites)]
 
     def cast(self, group, pair, dtype, owner, model, kept=None):
         """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1).
@@ -128,7 +127,7 @@ class Walk:
         dtype = pairs[0].gradient.dtype
         gradients = [pair.gradient for pair in pairs]
         alphas = [pair.log2_alpha for pair in pairs]
-        places = {"indices": tuple(indices), "places": group.size - 5}
+        places = {"indices": tuple(indices), "places": group.size - 6}
         part = self.decide(
             group,
             pairs,
@@ -143,7 +142,7 @@ class Walk:
             total = scaled[0]
             for other in scaled[1:]:
                 total += other
-            result = tf.cast(total, dtype)
+            result = materialized(tf.cast(total, dtype), self._one)
             scaled = total
         else:
             result = [tf.cast(s, g.dtype) for s, g in zip(scaled, gradients, strict=True)]
@@ -195,6 +194,7 @@ class Walk:
             measured=self._measured,
             known=registry.positions("known"),
             given=[group.finite for group in groups],
+            retreats=registry.positions("retreat"),
             followers=[site.index for site, _ in self._followers],
             followed=[group.finite for _, group in self._followers],
         )
