@@ -8,6 +8,7 @@ For each method, one training step in a process of its own:
     nodes      of TensorFlow's graph, functions included, as optimized without XLA
     kernels    that XLA makes of it: fusions, copies, convolutions and the like; and in brackets
                its conditionals
+    compiled   kernels that it has to compile for that: those of equal layers are equal
     MiB        that XLA asks for to run it, arguments and results included
     peak MiB   the largest resident size of the process, compiling included
     seconds    of the processor's cores together, to trace and compile with XLA
@@ -75,6 +76,13 @@ def largest(folder, pattern):
     return paths[-1].read_text(encoding="utf-8")
 
 
+def compiled_kernels(folder):
+    """How many kernels of the largest module XLA compiled on a processor."""
+    paths = Path(folder).glob("*after_optimizations.txt")
+    module = max(paths, key=lambda path: path.stat().st_size).name.split(".")[0]
+    return sum(1 for _ in Path(folder).glob(f"{module}.*ir-with-opt*.ll"))
+
+
 def child(name, method, jit, batch, options):
     """Runs one step and prints what the process knows of it, as JSON."""
     import step_time
@@ -127,12 +135,17 @@ def measure(name, method, batch, options):
         return json.loads(done.stdout.splitlines()[-1])
 
     with tempfile.TemporaryDirectory() as folder:
-        found = run(1, f"--xla_dump_to={folder} --xla_dump_hlo_as_text")
+        run(1, f"--xla_dump_to={folder} --xla_dump_hlo_as_text")
         counts = instructions(largest(folder, "*after_optimizations.txt"))
         said = largest(folder, "*memory-usage-report.txt")
+        found = {"compiled": compiled_kernels(folder)}
+    # Writing it all down takes time of its own.
+    found |= run(1, "")
     found["kernels"], found["conditionals"] = kernels(counts), counts["conditional"]
     found["instructions"] = counts
     found["bytes"] = int(re.search(r"Total bytes used: (\d+)", said)[1])
+    # How many there are does not depend on sizes, and float16 takes its time without XLA.
+    batch, options = 2, {**options, "width": 8}
     return {**found, "nodes": run(0, "")["nodes"]}
 
 
@@ -157,7 +170,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     record = []
     print(
-        f"{'model':<16} {'method':<9} {'nodes':>6} {'kernels':>12} {'ratio':>6} {'MiB':>8} "
+        f"{'model':<16} {'method':<9} {'nodes':>6} {'kernels':>12} {'ratio':>6} {'compiled':>8} {'MiB':>8} "
         f"{'ratio':>6} {'peak MiB':>8} {'seconds':>8} {'ratio':>6}"
     )
     for name in args.model:
@@ -176,7 +189,8 @@ def main(argv=None):
                 print(
                     f"{name if blocks is None else f'{name} {blocks}':<16} {method:<9} "
                     f"{found['nodes']:>6} {found['kernels']:>6} ({found['conditionals']:>3}) "
-                    f"{ratios['kernels']:>6} {found['bytes'] / 2**20:>8.1f} {ratios['bytes']:>6} "
+                    f"{ratios['kernels']:>6} {found['compiled']:>8} "
+                    f"{found['bytes'] / 2**20:>8.1f} {ratios['bytes']:>6} "
                     f"{found['peak']:>8.0f} {found['seconds']:>8.1f} {ratios['seconds']:>6}",
                     flush=True,
                 )

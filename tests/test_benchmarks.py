@@ -90,3 +90,12 @@ def test_networks_of_a_given_depth(name):
     sizes = [len(models.MODELS[name](size=16, width=8, blocks=blocks).layers) for blocks in (3, 6)]
     assert sizes[1] > sizes[0]
     keras.backend.clear_session()
+
+
+def test_a_kernel_is_counted_once_though_many_layers_run_it(tmp_path):
+    (tmp_path / "module_0001.f.after_optimizations.txt").write_text("small")
+    (tmp_path / "module_0002.f.after_optimizations.txt").write_text("the larger one")
+    for name in ("0001.f.a", "0002.f.a", "0002.f.b"):
+        for kind in ("with", "no"):
+            (tmp_path / f"module_{name}_kernel_module.ir-{kind}-opt.ll").write_text("")
+    assert program_size.compiled_kernels(tmp_path) == 2
