@@ -198,7 +198,6 @@ def work(args, until, taken, lock):
         if run is None:
             return
         execute(run, args)
-    print("The time is over.")
 
 
 def parse_arguments(argv=None):
@@ -224,6 +223,8 @@ def main(argv=None):
             jobs = [pool.submit(work, args, until, taken, lock) for _ in range(args.jobs)]
         for job in jobs:
             job.result()
+        if time.monotonic() >= until:
+            print("The time is over.")
     wanted, causes = list(runs(TASKS, args.folder)), mechanisms.lines(args.folder)
     results.write(args.folder, ROOT / "docs" / "results.md", TASKS, wanted, causes)
 

@@ -170,8 +170,8 @@ def main(argv=None):
     args = parse_arguments(argv)
     record = []
     print(
-        f"{'model':<16} {'method':<9} {'nodes':>6} {'kernels':>12} {'ratio':>6} {'compiled':>8} {'MiB':>8} "
-        f"{'ratio':>6} {'peak MiB':>8} {'seconds':>8} {'ratio':>6}"
+        f"{'model':<16} {'method':<9} {'nodes':>6} {'kernels':>12} {'ratio':>6} {'compiled':>8} "
+        f"{'MiB':>8} {'ratio':>6} {'peak MiB':>8} {'seconds':>8} {'ratio':>6}"
     )
     for name in args.model:
         for blocks in args.blocks or [None]:

@@ -3,8 +3,9 @@
     python benchmarks/step_time.py --model residual vgg --jit 0 1
 
 Both are timed in turn, round by round, in one process: absolute times vary with the machine's
-load, their ratio much less. Prints the median ratio of steady steps, with its quartiles, and that
-of first steps (tracing and compiling included; each in a fresh model, alternating).
+load, their ratio much less. Prints the median ratio of steady steps, with its quartiles; the ratio
+of all steps together, in which the few that choose scales count as what they cost; and that of
+first steps (tracing and compiling included; each in a fresh model, alternating).
 """
 
 import argparse
@@ -22,15 +23,18 @@ import tensorflow as tf
 from models import MODELS
 
 import tf_gradscale as gs
+from tf_gradscale.counters import Counters
 
-# Gradient scaling: "ours" is timed between updates, "updating" in passes that choose scales.
-# "scaling" measures nothing: gradients of another dtype than the configured one are multiplied,
-# by 1, and that is all.
+# Gradient scaling: "ours" is timed between updates, "updating" in passes that choose scales,
+# "counting" between updates while rates of underflow are counted at all sites, as the callbacks
+# do now and then. "scaling" measures nothing: gradients of another dtype than the configured one
+# are multiplied, by 1, and that is all.
 CONFIGS = {
     "ours": gs.GradScaleConfig(update_every=10**6),
     "updating": gs.GradScaleConfig(update_every=1),
     "every10": gs.GradScaleConfig(update_every=10),
     "every100": gs.GradScaleConfig(update_every=100),
+    "counting": gs.GradScaleConfig(update_every=10**6),
     "scaling": gs.GradScaleConfig(gradient_dtype="bfloat16"),
 }
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
@@ -44,6 +48,10 @@ def compiled(name, method, jit, options):
         model = MODELS[name](**options)
         if method in CONFIGS:
             model = gs.convert(model, CONFIGS[method])
+        if method == "counting":
+            counters = Counters(lambda site: True)
+            model.scales.count(counters)
+            counters.active = True
         model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             "sparse_categorical_crossentropy",
@@ -108,7 +116,7 @@ def main():
     )
     print(
         f"{'model':<10} {'XLA':<4} {'method':<9} {'step ms':>8} {'ratio':>6} {'quartiles':>13} "
-        f"{'first s':>8} {'ratio':>6}"
+        f"{'all':>6} {'first s':>8} {'ratio':>6}"
     )
     record = []
     for name in args.model:
@@ -121,11 +129,13 @@ def main():
             for m in args.methods:
                 ratios = [a / b for a, b in zip(steady[m], steady[base], strict=True)]
                 low, mid, high = statistics.quantiles(ratios, n=4)
+                whole = sum(steady[m]) / sum(steady[base])
                 first_ratio = statistics.median(first[m]) / statistics.median(first[base])
                 print(
                     f"{name:<10} {'yes' if jit else 'no':<4} {m:<9} "
                     f"{1e3 * statistics.median(steady[m]):8.1f} {mid:6.3f} "
-                    f"{low:6.3f}-{high:.3f} {statistics.median(first[m]):8.2f} {first_ratio:6.2f}",
+                    f"{low:6.3f}-{high:.3f} {whole:6.3f} "
+                    f"{statistics.median(first[m]):8.2f} {first_ratio:6.2f}",
                     flush=True,
                 )
                 record.append(
