@@ -1,5 +1,6 @@
 """What the paper says of why gradients get lost, against the comparison's results, in numbers."""
 
+import itertools
 import re
 
 import numpy as np
@@ -104,14 +105,14 @@ def by_connections(folder):
 def by_batch(folder):
     """Steps lost by dynamic scaling at two sizes of a batch."""
     rows = []
-    for size in (96, 160):
-        for batch in (8, 32):
-            found = _results(folder, f"detection-{size}-b{batch}", "dynamic")
-            if found:
-                lost = _mean(found, lambda result: result["steps_lost"])
-                steps = _mean(found, lambda result: result["options"]["steps"])
-                rows.append((f"{size} × {size}", batch, f"{lost:.3g} of {steps:.0f}"))
-    return results.markdown(("images", "batch", "steps lost"), rows)
+    for size, way, batch in itertools.product((96, 160), ("dynamic", "dynamic:10"), (8, 32)):
+        found = _results(folder, f"detection-{size}-b{batch}", way)
+        if found:
+            lost = _mean(found, lambda result: result["steps_lost"])
+            steps = _mean(found, lambda result: result["options"]["steps"])
+            given = f"{lost:.3g} of {steps:.0f}", results.in_percent(lost / steps)
+            rows.append((f"{size} × {size}", results.name(way), batch, *given))
+    return results.markdown(("images", "method", "batch", "steps lost", "share"), rows)
 
 
 def by_cap(folder):

@@ -235,5 +235,5 @@ def test_causes(tmp_path):
     ]
 
     record(folder, "detection-160-b32", "float16", "dynamic", 0, 0.1, steps_lost=3)
-    assert mechanisms.by_batch(folder)[2:] == ["| 160 × 160 | 32 | 3 of 11 |"]
+    assert mechanisms.by_batch(folder)[2:] == ["| 160 × 160 | dynamic | 32 | 3 of 11 | 27.3 % |"]
     assert "Its runs have not been made yet." not in mechanisms.lines(folder)
