@@ -104,6 +104,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["lso", "ours"])
     parser.add_argument("--jit", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--blocks", type=int, help="of networks that have any")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=30)
@@ -122,6 +123,7 @@ def main():
     for name in args.model:
         for jit in args.jit:
             options = {"width": args.width, "size": args.size}
+            options |= {} if args.blocks is None else {"blocks": args.blocks}
             first, steady = measure(
                 name, args.methods, bool(jit), args.batch, args.rounds, options, args.firsts
             )
