@@ -156,8 +156,11 @@ def main(argv=None):
     )
     if args.json:
         methods.write(args.json, found)
-    written = transformer.continued(model, text.val[: args.length], 200, args.seed)
-    print(f"It writes:\n{text.decoded(written)}")
+    if np.isfinite(history["val_perplexity"][-1]):
+        written = transformer.continued(model, text.val[: args.length], 200, args.seed)
+        print(f"It writes:\n{text.decoded(written)}")
+    else:
+        print("It writes nothing: its weights are not finite.")
     if args.out:
         draw(args.out, history)
         print(f"Curves: {args.out}")

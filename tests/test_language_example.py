@@ -1,4 +1,4 @@
-"""The language example's parts: text, batches, network, command line. Nothing is trained."""
+"""The language example's parts: text, batches, network, command line. Little is trained."""
 
 import sys
 from pathlib import Path
@@ -104,3 +104,11 @@ def test_picture(tmp_path):
     language.draw(tmp_path / "curves.png", curves)
     with Image.open(tmp_path / "curves.png") as picture:
         assert min(picture.size) > 300
+
+
+def test_weights_that_are_not_finite_write_nothing(capsys):
+    size = ["--steps", "2", "--width", "16", "--depth", "1", "--length", "8", "--batch", "2"]
+    language.main([*size, "--scaling", "fixed:2^40", "--verbose", "0", "--validate", "4"])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "It writes nothing: its weights are not finite."
+    )
