@@ -30,7 +30,7 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-METHODS = ("float32", "bfloat16", "lso", "ours", "scaling")
+METHODS = ("float32", "bfloat16", "lso", "ours", "counting", "optimizer", "scaling")
 # Instructions that run no code of their own.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast conditional call while after-all".split()

@@ -28,13 +28,16 @@ from tf_gradscale.counters import Counters
 # Gradient scaling: "ours" is timed between updates, "updating" in passes that choose scales,
 # "counting" between updates while rates of underflow are counted at all sites, as the callbacks
 # do now and then. "scaling" measures nothing: gradients of another dtype than the configured one
-# are multiplied, by 1, and that is all.
+# are multiplied, by 1, and that is all. "histogram" and "optimizer" are "updating" and "ours" with
+# another choice of the configuration.
 CONFIGS = {
     "ours": gs.GradScaleConfig(update_every=10**6),
     "updating": gs.GradScaleConfig(update_every=1),
     "every10": gs.GradScaleConfig(update_every=10),
     "every100": gs.GradScaleConfig(update_every=100),
     "counting": gs.GradScaleConfig(update_every=10**6),
+    "histogram": gs.GradScaleConfig(update_every=1, cast_model="histogram"),
+    "optimizer": gs.GradScaleConfig(update_every=10**6, unscale="optimizer"),
     "scaling": gs.GradScaleConfig(gradient_dtype="bfloat16"),
 }
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}

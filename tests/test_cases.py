@@ -861,3 +861,29 @@ def test_resizing_under_xla(resize):
     xla = differentiate(lambda f: tf.function(f, jit_compile=True), ours, loss)
     assert_close(xla(x, y)[1], expected, 0.01)
     assert set(seen) == {tf.float16}
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e3, 1e4])
+def test_a_batch_whose_inputs_are_of_another_size_between_updates(factor, run):
+    """Gradients of kernels grow with the inputs, while all that is measured in between is not."""
+
+    def build():
+        normal = keras.initializers.RandomNormal(stddev=0.01, seed=1)
+        inputs = keras.Input((16,))
+        x = layers.Dense(32, kernel_initializer=normal)(inputs)
+        return keras.Model(inputs, layers.Dense(8, kernel_initializer=normal)(x))
+
+    def loss(model, x, s):
+        return tf.reduce_mean(s * tf.cast(model(x, training=True), tf.float32))
+
+    true, ours = pair(build)
+    rng = np.random.default_rng(0)
+    x = tf.constant(rng.normal(size=(32, 16)) * 0.03, tf.float32)
+    s = tf.constant(rng.normal(size=(32, 8)), tf.float32)
+    step = differentiate(run, ours, loss)
+    # Passes 0, 1, 2 and 4 choose scales; 5 does not.
+    for _ in range(5):
+        step(x, s)
+    _, found = step(x * factor, s)
+    _, wanted = differentiate(run, true, loss)(x * factor, s)
+    assert (error(found, wanted) < CLOSE).all()

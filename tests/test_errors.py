@@ -242,6 +242,13 @@ ERRORS = {
         "`freeze` takes local scales by the names of sites, of which the model has "
         "['dense/kernel', 'dense/input']. Received besides: ['dense/output']",
     ),
+    "freeze_number": (
+        lambda: freeze(2.0),
+        TypeError,
+        "`scales` must be a dictionary from the names of sites to scales, a function of a site, or "
+        "None to keep those there are; the same for all is `lambda site: 1.0`. "
+        "Received: scales=2.0",
+    ),
     "freeze_no_power": (
         lambda: freeze({"dense/input": 3.0}),
         ValueError,

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy import special
 
 import tf_gradscale as gs
 from tf_gradscale import estimate, formats, theory
@@ -180,18 +181,30 @@ def test_cast_of_equal_magnitudes(kind, model):
 
 
 def test_variable():
-    """By Cauchy-Schwarz no entry of XᵀβW∇Y comes within the margin of λ_max."""
+    """Between Theorem 1 for XᵀβW∇Y and the bound of Cauchy-Schwarz, but for ∇Y itself."""
     rng = np.random.default_rng(3)
+    balanced = 0
     for decade in range(-12, 3):  # a float16 gradient is no larger
         x = rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-3, 4, 5)
         dy = rng.lognormal(0.0, 2.0, (64, 7)) * 10.0**decade
         norm_x, norm_dy = (np.linalg.norm(a, axis=0).max() for a in (x, dy))
-        scale = np.exp2(float(placement().variable(log2(norm_dy), log2(norm_x))))
+        sigma_dy = np.sqrt(np.mean(np.square(dy)))
+        given = (log2(a) for a in (norm_dy, norm_x, 64.0, sigma_dy))
+        scale = np.exp2(float(placement().variable(*given)))
         assert scale * np.abs(x.T @ dy).max() < FLOAT16.largest / 16
         assert scale * np.abs(dy).max() < FLOAT16.largest / 16
+        # Its γ'-quantile is that of a normal distribution.
+        quantile = np.sqrt(2) * special.erfinv(1e-3) * norm_x * norm_dy / np.sqrt(64)
+        most = FLOAT16.largest / (norm_dy * max(norm_x, 1.0))
+        wanted = np.sqrt(FLOAT16.smallest("subnormal") / quantile * most)
+        # β_W∇Y stays 2^10 above the subnormals, if that leaves room for ∇W.
+        wanted = max(wanted, 2.0**-4 / sigma_dy)
+        wanted = min(wanted, most / 16)
         # It multiplies a float16 gradient, so that it is a float16 number itself.
-        if scale != 2.0**15:
-            assert scale * norm_dy * max(norm_x, 1.0) > FLOAT16.largest / 32 * (1 - ROUNDING)
+        if 2.0**-24 < scale < 2.0**15:
+            balanced += 1
+            assert wanted / 2 * (1 - ROUNDING) < scale <= wanted * (1 + ROUNDING)
+    assert balanced > 5
 
 
 @pytest.mark.parametrize("summed", [True, False])

@@ -67,7 +67,7 @@ class Chooser:
         logs = _Logs(dy, x, kernel, squares, total, x_axis, largest)
         beta_w = tf.constant(0.0)
         if self.placement.balanced:
-            beta_w = self.placement.variable(logs.norm_dy, logs.norm_x)
+            beta_w = self.placement.variable(logs.norm_dy, logs.norm_x, logs.m, logs.sigma_dy)
         if kind == "cast":
             lower, _ = self.placement.normal_bounds(logs.sigma_dy)
             upper = self.placement.log2_largest - logs.max_dy
@@ -93,18 +93,20 @@ class Chooser:
         total_dy, max_dy, *rest = logs
         norms, (size_dy, *sizes), maxima, log2_count = rest[:2], rest[2:5], rest[5:7], rest[7]
         norms = [0.5 * norm - _KERNEL_SHIFT for norm in norms]
-        wanted = []
+        sigma_dy, wanted = 0.5 * (total_dy - size_dy), []
         for own, other in ((0, 1), (1, 0)):
             beta = self.placement.gemm(
                 log2_count - sizes[own],
-                0.5 * (total_dy - size_dy),
+                sigma_dy,
                 norms[other] - 0.5 * sizes[other],
                 max_dy,
                 maxima[other],
                 state.retreat(own),
             )
             if weights[own] and self.placement.balanced:
-                beta = tf.minimum(beta, self.placement.variable(0.5 * total_dy, norms[other]))
+                log2_m = log2_count - sizes[own]
+                bound = self.placement.variable(0.5 * total_dy, norms[other], log2_m, sigma_dy)
+                beta = tf.minimum(beta, bound)
             wanted.append(beta)
         magnitudes = [total * squares[1], total * squares[0]]
         return state.part([self._settle(wanted, magnitudes, total, alpha, state, 0)], total)
@@ -247,7 +249,7 @@ class _Logs:
 
     def __init__(self, dy, x, kernel, squares, total, x_axis, largest):
         self.total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
-        norm_dy, norm_x, total_dy, size_dy, total_w, size_w, self.max_w, self.max_dy = log2_all(
+        norm_dy, norm_x, total_dy, size_dy, total_w, size_w, self.max_w, self.max_dy, c = log2_all(
             tf.reduce_max(squares),
             tf.reduce_max(sum_squares(x, x_axis)),
             total,
@@ -256,7 +258,10 @@ class _Logs:
             tf.cast(tf.size(kernel), tf.float32),
             max_abs(kernel),
             largest,
+            tf.cast(tf.size(squares), tf.float32),
         )
+        # How many products are summed into an entry of ∇W: as many as ∇Y has in a channel.
+        self.m = size_dy - c
         self.norm_dy, self.norm_x = 0.5 * norm_dy, 0.5 * norm_x
         self.sigma_dy = 0.5 * (total_dy - size_dy)
         self.sigma_w = 0.5 * (total_w - size_w) - _KERNEL_SHIFT

@@ -159,18 +159,25 @@ class Placement:
         least = tf.math.ceil(self.log2_normal + self.margin_bits - sigma_w)
         return tf.minimum(tf.maximum(target, least), most)
 
-    def variable(self, norm_dy, norm_x):
-        """β_W of ∇W = f_G(X, β_W∇Y): the largest power of two that cannot overflow, less a margin.
+    def variable(self, norm_dy, norm_x, log2_m, sigma_dy):
+        """β_W of ∇W = f_G(X, β_W∇Y): balanced between Theorem 1 and what cannot overflow.
 
         By Cauchy-Schwarz no entry of ∇W exceeds ‖x_i‖·‖∇y_j‖, the norms of an input and of an
-        output channel. Not in the paper. Arguments: log2 of the largest of each.
+        output channel; as a sum of M independent products it is about √M times smaller. Between
+        updates a batch may be larger than the one that was measured. Not in the paper.
+
+        Arguments: log2 of the largest norm of each, of M, and of the root mean square of ∇Y.
 
         Returns:
             log2 β_W.
         """
+        lower, _ = self.normal_bounds(norm_dy + norm_x - 0.5 * log2_m)
         # At least 1 for ‖x_i‖: then β_W·max|∇Y| stays below λ_max as well.
-        bound = norm_dy + tf.maximum(norm_x, 0.0)
-        return self._factor(tf.floor(self.log2_largest - self.margin_bits - bound))
+        upper = self.log2_largest - norm_dy - tf.maximum(norm_x, 0.0)
+        # β_W multiplies ∇Y, which must not sink into the subnormals.
+        least = self.log2_normal + 10.0 - sigma_dy
+        target = tf.maximum(0.5 * (lower + upper), least)
+        return self._factor(tf.floor(tf.minimum(target, upper - self.margin_bits)))
 
     def cast(self, dy, largest, model, retreat):
         """β of ∇X = f_T(β∇Y) by Theorem 2: lines 9 to 11 of Algorithm 1.

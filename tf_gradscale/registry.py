@@ -3,6 +3,7 @@
 import contextlib
 import math
 import zlib
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -275,8 +276,15 @@ class ScaleRegistry:
                 the largest α of the gradients that meet there by its β.
 
         Raises:
+            TypeError: If `scales` is none of these.
             ValueError: If a scale is not a positive power of two, or a name is not a site's.
         """
+        if scales is not None and not callable(scales) and not isinstance(scales, Mapping):
+            raise TypeError(
+                "`scales` must be a dictionary from the names of sites to scales, a function of a "
+                "site, or None to keep those there are; the same for all is `lambda site: 1.0`. "
+                f"Received: scales={scales!r}"
+            )
         values = self._numpy("scales").copy()
         if scales is not None and not callable(scales):
             unknown = sorted(set(scales) - {site.name for site in self._sites})
