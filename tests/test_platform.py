@@ -417,6 +417,28 @@ def test_compile_does_not_wrap_a_loss_scale_optimizer():
 # --- TensorFlow ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("jit", [None, False, True])
+def test_an_if_takes_concrete_functions(jit):
+    """tf.raw_ops.StatelessIf: one trace of each branch for all layers."""
+    signature = [tf.TensorSpec(None, tf.float32)]
+    then, other = (
+        tf.function(lambda x, b=b: x * b, input_signature=signature).get_concrete_function()
+        for b in (2.0, 3.0)
+    )
+
+    def choose(predicate, x):
+        (y,) = tf.raw_ops.StatelessIf(
+            cond=predicate, input=[x], Tout=[tf.float32], then_branch=then, else_branch=other
+        )
+        return y
+
+    if jit is not None:
+        choose = tf.function(choose, jit_compile=jit)
+    for predicate, factor in ((True, 2.0), (False, 3.0)):
+        found = choose(tf.constant(predicate), tf.constant([1.0, 4.0]))
+        np.testing.assert_array_equal(found, [factor, 4.0 * factor])
+
+
 def test_a_graph_knows_whether_xla_compiles_it():
     """control_flow_util: where a gradient is divided by 1, for XLA to keep it."""
     seen = []

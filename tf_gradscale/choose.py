@@ -16,7 +16,7 @@ from tf_gradscale.estimate import (
     size,
     sum_squares,
 )
-from tf_gradscale.shared import Shared
+from tf_gradscale.shared import SharedIf
 
 # Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
 _KERNEL_SHIFT = 30
@@ -282,13 +282,10 @@ def _if_updating(function):
     XLA replaces a condition by computing both of its branches if it thinks that these are cheap,
     unless one has nothing to compute, as has the one that returns what is stored.
     """
+    shared = SharedIf(function)
 
     def choose(*args, **static):
         *own, updating, stored, frozen = args
-        return tf.cond(
-            updating,
-            lambda: function(*own, stored, frozen, **static),
-            lambda: tf.identity(stored),
-        )
+        return shared(updating, *own, stored, frozen, **static)
 
-    return Shared(choose)
+    return choose

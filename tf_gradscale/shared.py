@@ -22,23 +22,69 @@ class Shared:
 
     def __call__(self, *args, **static):
         tensors = tf.nest.flatten(args)
-        dtypes = tuple(t.dtype for t in tensors)
-        lengths = tuple(len(a) if isinstance(a, list) else None for a in args)
-        key = (lengths, dtypes, tuple(sorted(static.items())))
+        key = _key(args, tensors, static)
         if key not in self._traces:
-            # The structure alone: a tensor would keep the whole graph of its model alive.
-            structure = tf.nest.map_structure(lambda _: None, args)
-
-            def run(*flat):
-                made = self._function(*tf.nest.pack_sequence_as(structure, flat), **static)
-                # For those who differentiate the finished graph; a tape does not see the call.
-                return tf.nest.map_structure(tf.stop_gradient, made)
-
-            self._traces[key] = tf.function(
-                run,
-                input_signature=[tf.TensorSpec(None, dtype) for dtype in dtypes],
-                autograph=False,
-                experimental_attributes={"_noinline": True},
-            ).get_concrete_function()
+            self._traces[key] = _traced(_flat(self._function, args, static), tensors)
         with record.stop_recording():
             return self._traces[key](*tensors)
+
+
+class SharedIf:
+    """A condition, of which both branches are shared: `function`, or the last argument but one.
+
+    One operation: `tf.cond` in a function of its own would cost two in every step, and `tf.cond`
+    itself would trace its branches once a layer.
+
+    Args:
+        function: As in `Shared`. Returns a float32 tensor, as is its last argument but one.
+    """
+
+    def __init__(self, function):
+        self._function = function
+        self._traces = {}
+
+    def __call__(self, predicate, *args, **static):
+        tensors = tf.nest.flatten(args)
+        key = _key(args, tensors, static)
+        if key not in self._traces:
+            branches = _flat(self._function, args, static), lambda *flat: tf.identity(flat[-2])
+            self._traces[key] = [_traced(branch, tensors) for branch in branches]
+        then, other = self._traces[key]
+        with record.stop_recording():
+            # Takes concrete functions as well as what it documents (tests/test_platform.py).
+            (made,) = tf.raw_ops.StatelessIf(
+                cond=predicate,
+                input=tensors,
+                Tout=[tf.float32],
+                then_branch=then,
+                else_branch=other,
+            )
+            return tf.stop_gradient(made)
+
+
+def _key(args, tensors, static):
+    dtypes = tuple(t.dtype for t in tensors)
+    lengths = tuple(len(a) if isinstance(a, list) else None for a in args)
+    return lengths, dtypes, tuple(sorted(static.items()))
+
+
+def _flat(function, args, static):
+    """The function, of a flat list of tensors."""
+    # The structure alone: a tensor would keep the whole graph of its model alive.
+    structure = tf.nest.map_structure(lambda _: None, args)
+
+    def run(*flat):
+        made = function(*tf.nest.pack_sequence_as(structure, flat), **static)
+        # For those who differentiate the finished graph; a tape does not see the call.
+        return tf.nest.map_structure(tf.stop_gradient, made)
+
+    return run
+
+
+def _traced(function, tensors):
+    return tf.function(
+        function,
+        input_signature=[tf.TensorSpec(None, t.dtype) for t in tensors],
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    ).get_concrete_function()
