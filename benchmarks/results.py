@@ -148,7 +148,12 @@ def draw_sweep(path, folders):
 
     All with seed 0, the only one that each fixed scale has.
     """
-    swept = {title: found for title, found in folders.items() if any("fixed" in m for m in found)}
+    # Without scaling is no sweep yet.
+    swept = {
+        title: found
+        for title, found in folders.items()
+        if sum("fixed" in method for method in found) > 1
+    }
     folders = swept or folders
     figure, axes = _grid(folders)
     for axis, (title, found) in zip(axes, folders.items(), strict=True):
