@@ -66,20 +66,23 @@ def kernels(counts):
     return sum(count for op, count in counts.items() if op not in _FREE)
 
 
-def largest(folder, pattern):
-    """The text of the largest file in a folder that matches."""
-    paths = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
+def _largest_path(folder, pattern):
+    paths = list(Path(folder).glob(pattern))
     if not paths:
         raise FileNotFoundError(
             f"XLA must have left a file of the step behind. Received: no {pattern} in {folder}"
         )
-    return paths[-1].read_text(encoding="utf-8")
+    return max(paths, key=lambda path: path.stat().st_size)
+
+
+def largest(folder, pattern):
+    """The text of the largest file in a folder that matches."""
+    return _largest_path(folder, pattern).read_text(encoding="utf-8")
 
 
 def compiled_kernels(folder):
     """How many kernels of the largest module XLA compiled on a processor."""
-    paths = Path(folder).glob("*after_optimizations.txt")
-    module = max(paths, key=lambda path: path.stat().st_size).name.split(".")[0]
+    module = _largest_path(folder, "*after_optimizations.txt").name.split(".")[0]
     return sum(1 for _ in Path(folder).glob(f"{module}.*ir-with-opt*.ll"))
 
 
