@@ -95,6 +95,10 @@ TASKS = {
     "detection-96-b8": _detection(96, 8, variant=False),
     "recognition-18-plain": _recognition(18, "--plain", variant=True),
     "detection-96-b8-1e-3": _detection(96, 8, "--class-weight", "1e-3"),
+    # SGD hardly trains the classes with that weight.
+    "detection-96-b8-1e-3-adam": _detection(
+        96, 8, "--class-weight", "1e-3", "--optimizer", "adam", "--learning-rate", "1e-3"
+    ),
     "detection-96-b8-random": _detection(96, 8, trained=False),
     "detection-96-b32": _detection(96, 32),
     "detection-160-b8": _detection(160, 8),

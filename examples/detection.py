@@ -11,8 +11,9 @@ weighted (`--box-weight`, `--class-weight`): gradients of different places diffe
 96 and 160 pixels stand in for SSD-300 and SSD-512: the larger one has a map and a scale more.
 
 The learning rate, which rises in the first tenth of the steps and then falls to 0, is divided by
-`--loss-multiplier`, so that in float32 nothing changes. The program prints one line with the mean
-average precision on the validation images at an IoU of 0.5, `val_map`.
+`--loss-multiplier` (with `--optimizer adam` epsilon is multiplied by it), so that in float32
+nothing changes. The program prints one line with the mean average precision on the validation
+images at an IoU of 0.5, `val_map`.
 """
 
 import argparse
@@ -124,13 +125,30 @@ def draw(path, data, found):
     plt.close(figure)
 
 
+def make_optimizer(args, **options):
+    """SGD with momentum, or Adam; in float32 the loss multiplier changes neither's steps."""
+    warmup = max(args.steps // 10, 1)
+    adam = args.optimizer == "adam"
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        args.steps - warmup,
+        # Adam's step does not depend on the loss multiplier, if its epsilon follows it.
+        warmup_target=args.learning_rate / (1 if adam else args.loss_multiplier),
+        warmup_steps=warmup,
+    )
+    if adam:
+        return keras.optimizers.Adam(rate, epsilon=1e-7 * args.loss_multiplier, **options)
+    return keras.optimizers.SGD(rate, momentum=0.9, **options)
+
+
 def parse_arguments(argv=None):
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    methods.add_arguments(parser, steps=600, learning_rate=0.02)
+    methods.add_arguments(parser, "VOC's devkit or an .npz file", steps=600, learning_rate=0.02)
     add = parser.add_argument
     add("--size", type=int, default=96, help="height and width of the images (%(default)s)")
     add("--batch", type=int, default=8, help="images per step (default: %(default)s)")
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help="default: %(default)s")
     add("--backbone", metavar="NPZ", help="weights of SqueezeNet 1.1 (default: random)")
     add("--box-weight", type=float, default=1.0, help="of the smooth L1 loss (%(default)s)")
     add("--class-weight", type=float, default=1.0, help="of the cross-entropy (%(default)s)")
@@ -162,17 +180,10 @@ def main(argv=None):
         f"anchors; {args.steps} steps of {args.batch} images; loss times {args.loss_multiplier:g}"
     )
     loss = ssd.losses(args.box_weight, args.class_weight)
-    warmup = max(args.steps // 10, 1)
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0,
-        args.steps - warmup,
-        warmup_target=args.learning_rate / args.loss_multiplier,
-        warmup_steps=warmup,
-    )
     model = methods.compiled(
         args.method,
         lambda: ssd.build_model(args.size, len(data.classes), backbone),
-        lambda **options: keras.optimizers.SGD(rate, momentum=0.9, **options),
+        lambda **options: make_optimizer(args, **options),
         loss,
         args.loss_multiplier,
         args.seed,

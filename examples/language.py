@@ -100,7 +100,7 @@ def draw(path, history):
 def parse_arguments(argv=None):
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    methods.add_arguments(parser, steps=600, learning_rate=2e-3)
+    methods.add_arguments(parser, "a text file", steps=600, learning_rate=2e-3)
     add = parser.add_argument
     add("--length", type=int, default=64, help="characters of a text (default: %(default)s)")
     add("--width", type=int, default=128, help="of the vectors (default: %(default)s)")

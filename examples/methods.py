@@ -79,20 +79,26 @@ def parse(precision, scaling):
     return Method(precision, scaling)
 
 
-def add_arguments(parser, steps, learning_rate):
-    """Adds the options that all examples have."""
+def add_common_arguments(parser, data, learning_rate):
+    """Adds the options that mean the same in all examples; `data` names the layouts it reads."""
     add = parser.add_argument
-    add("--data", metavar="PATH", help="your data (default: made by the program itself)")
-    add("--precision", choices=POLICIES, default="float16", help="default: %(default)s")
+    add("--data", metavar="PATH", help=f"{data} (default: made by the program itself)")
     add("--scaling", metavar="HOW", help=f"{SCALINGS} (default: balanced; none if not float16)")
-    add("--steps", type=int, default=steps, help="default: %(default)s")
     add("--learning-rate", type=float, default=learning_rate, help="default: %(default)s")
-    add("--loss-multiplier", type=float, default=1.0, help="of the loss; the rate is divided by it")
-    add("--validate", type=int, metavar="N", help="on N examples, evenly spread (default: on all)")
     add("--seed", type=int, default=0, help="of data, weights and batches")
-    add("--out", metavar="PNG", help="draw a picture")
     add("--json", metavar="PATH", help="write the metrics to a file")
     add("--verbose", type=int, default=1, help="of Keras' fit: 1 bars, 2 lines, 0 silent")
+
+
+def add_arguments(parser, data, steps, learning_rate):
+    """Adds the options of an example that trains once."""
+    add_common_arguments(parser, data, learning_rate)
+    add = parser.add_argument
+    add("--precision", choices=POLICIES, default="float16", help="default: %(default)s")
+    add("--steps", type=int, default=steps, help="default: %(default)s")
+    add("--loss-multiplier", type=float, default=1.0, help="of the loss; the rate is divided by it")
+    add("--validate", type=int, metavar="N", help="on N examples, evenly spread (default: on all)")
+    add("--out", metavar="PNG", help="draw a picture")
 
 
 def parsed(parser, argv=None):

@@ -63,7 +63,8 @@ def make_optimizer(args, **options):
 def parse_arguments(argv=None):
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    methods.add_arguments(parser, steps=600, learning_rate=0.1)
+    data = "cifar10 (downloaded), its folder or an .npz file"
+    methods.add_arguments(parser, data, steps=600, learning_rate=0.1)
     add = parser.add_argument
     add("--depth", type=int, choices=resnet.DEPTHS, default=18, help="default: %(default)s")
     add("--width", type=int, default=16, help="filters in the first stage (default: %(default)s)")

@@ -164,22 +164,17 @@ def format_table(runs):
 def parse_arguments(argv=None):
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    methods.add_common_arguments(parser, "CamVid's folder or an .npz file", learning_rate=0.2)
     add = parser.add_argument
-    add("--data", metavar="PATH", help="CamVid folder or .npz file (default: drawn scenes)")
     add("--size", type=int, nargs=2, default=(96, 128), metavar=("H", "W"), help="of the images")
     add("--batch", type=int, default=8, help="images per step (default: %(default)s)")
     add("--epochs", type=int, default=12, help="validations on the way (default: %(default)s)")
     add("--steps", type=int, help="steps in all (default: each image once in an epoch)")
-    add("--learning-rate", type=float, default=0.2, help="of SGD (default: %(default)s)")
     add("--loss-multiplier", type=float, help="default: 1/64 for drawn scenes, else 1")
     add("--balance", action="store_true", help="median-frequency class weights")
     add("--methods", nargs="+", default=tuple(METHODS), choices=METHODS, help="default: all four")
-    add("--precision", choices=methods.POLICIES, help="train once, in this precision")
-    add("--scaling", metavar="HOW", help=f"train once, with {methods.SCALINGS}")
-    add("--seed", type=int, default=0, help="of data, weights and batches")
+    add("--precision", choices=methods.POLICIES, help="train once, in this precision or scaling")
     add("--out", default="segmentation.png", metavar="PNG", help="picture (default: %(default)s)")
-    add("--json", metavar="PATH", help="write the metrics to a file")
-    add("--verbose", type=int, default=1, help="of Keras' fit: 1 bars, 2 lines, 0 silent")
     args = methods.parsed(parser, argv)
     halvings = len(segnet.WIDTHS) - 1
     stride = 2**halvings

@@ -607,6 +607,20 @@ def test_bad_options(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_the_loss_multiplier_leaves_steps_as_they_are(name):
+    def after(multiplier):
+        options = ["--optimizer", name, "--steps", "20", "--loss-multiplier", str(multiplier)]
+        optimizer = detection.make_optimizer(detection.parse_arguments(options))
+        weight = keras.Variable([1.0, 1.0])
+        for gradient in ([1.0, -1e-6], [0.5, 1e-6], [2.0, 3e-6]):
+            optimizer.apply([keras.ops.array(gradient) * multiplier], [weight])
+        return weight.numpy()
+
+    assert (after(1.0) != 1).all()
+    np.testing.assert_allclose(after(2.0**-13) - 1, after(1.0) - 1, rtol=1e-5)
+
+
 def test_bad_files_end_the_program_with_advice(tmp_path):
     with pytest.raises(SystemExit, match="(?s)no such file or folder.*Expected one of"):
         detection.main(["--data", str(tmp_path / "nowhere")])

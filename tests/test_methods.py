@@ -79,7 +79,7 @@ def test_scaling_is_for_float16(precision):
 
 def parser(**options):
     made = argparse.ArgumentParser()
-    methods.add_arguments(made, steps=20, learning_rate=0.5)
+    methods.add_arguments(made, "a file", steps=20, learning_rate=0.5)
     return made
 
 

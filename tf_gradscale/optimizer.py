@@ -41,7 +41,8 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: Name of the optimizer.
 
     Attributes:
-        applied_steps: Variable, how many steps were applied.
+        applied_steps: Variable, how many steps were applied. It and the others are there from the
+            first step (or `build`) on.
         skipped_steps: Variable, how many were skipped because a gradient was not finite.
         skips_in_a_row: Variable, how many of them were the last ones.
 
