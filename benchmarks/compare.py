@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mechanisms
+import result_page
 import results
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +151,7 @@ def _best_fixed(name, nth, folder):
     sweep = list(_every([name], nth, SWEEP, SEEDS[:1]))
     if not sweep or not all(run.path(folder).exists() for run in sweep):
         return ()
-    best = results.best_fixed(sweep[0].path(folder).parent, TASKS[name].higher)
+    best = results.best_fixed(results.read(sweep[0].path(folder).parent), TASKS[name].higher)
     return (("float16", best),) if best else ()
 
 
@@ -230,7 +231,7 @@ def main(argv=None):
         if time.monotonic() >= until:
             print("The time is over.")
     wanted, causes = list(runs(TASKS, args.folder)), mechanisms.lines(args.folder)
-    results.write(args.folder, ROOT / "docs" / "results.md", TASKS, wanted, causes)
+    result_page.write(args.folder, ROOT / "docs" / "results.md", TASKS, wanted, causes)
 
 
 if __name__ == "__main__":

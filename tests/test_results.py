@@ -15,6 +15,7 @@ import compare  # noqa: E402
 import loss_magnitude  # noqa: E402
 import mechanisms  # noqa: E402
 import methods  # noqa: E402
+import result_page  # noqa: E402
 import results  # noqa: E402
 
 
@@ -57,12 +58,15 @@ def folder(tmp_path):
 
 
 def test_the_best_fixed_scale(folder):
-    assert results.best_fixed(folder / "segmentation" / "1", higher=True) == "fixed:2^11"
+    def best(task, higher):
+        return results.best_fixed(results.read(folder / task / "1"), higher)
+
+    assert best("segmentation", higher=True) == "fixed:2^11"
     # Both ends of the sweep are as far away; the first is taken.
-    assert results.best_fixed(folder / "language" / "1", higher=False) == "fixed:2^0"
-    assert results.best_fixed(folder / "nothing", higher=True) is None
+    assert best("language", higher=False) == "fixed:2^0"
+    assert best("nothing", higher=True) is None
     record(folder, "segmentation", "float16", "fixed:2^15", 0, float("nan"))
-    assert results.best_fixed(folder / "segmentation" / "1", higher=True) == "fixed:2^11"
+    assert best("segmentation", higher=True) == "fixed:2^11"
 
 
 def test_differences_are_paired_by_seed(folder):
@@ -73,6 +77,22 @@ def test_differences_are_paired_by_seed(folder):
     one = results.difference(found["fixed:2^0"], found["float32"])
     np.testing.assert_allclose(one, [-0.02, np.nan, 1])
     assert results.difference(found["balanced"], {})[2] == 0
+
+
+def test_ours_against_the_others(folder):
+    for seed, final in ((0, 1.5), (1, 1.25)):
+        record(folder, "language", "float16", "balanced", seed, final)
+        record(folder, "language", "float16", "dynamic", seed, 1.0)
+    folders = {
+        (task, 1.0): results.read(folder / task / "1") for task in ("segmentation", "language")
+    }
+    higher = {"segmentation": True, "language": False}
+    assert results.summary(folders, higher).splitlines()[2:] == [
+        # Steps lost are the seeds, in `record`: 0 + 1 + 2.
+        "| segmentation, × 1 | +1.0 ± 1.0 (3) |  | +0.0 (1, fixed scale 2^11) | 3 |",
+        # A higher perplexity is worse: 0.5 and 0.25; and 1.5 against 0.48.
+        "| language, × 1 |  | -0.375 ± 0.177 (2) | -1.020 (1, no scaling (fixed scale 1)) | 1 |",
+    ]
 
 
 def test_runs_come_in_the_order_of_importance(folder):
@@ -117,7 +137,7 @@ def test_jobs_make_every_run_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "examples" / "segmentation.py").write_text(PROGRAM)
     folder = tmp_path / "results"
     monkeypatch.setattr(compare, "ROOT", tmp_path)
-    monkeypatch.setattr(results, "write", lambda *args: None)
+    monkeypatch.setattr(result_page, "write", lambda *args: None)
     monkeypatch.setattr(mechanisms, "lines", lambda *args: [])
     given = ["--tasks", "segmentation", "--folder", str(folder), "--jobs", "3"]
     with pytest.raises(RuntimeError, match=r"(?s)must end with a result.*It breaks.*Received"):
@@ -150,15 +170,15 @@ def test_commands(tmp_path):
 
 def test_the_page(folder, tmp_path):
     page = tmp_path / "results.md"
-    page.write_text(f"# Title\n\n{results.NOTHING_YET}\n")
+    page.write_text(f"# Title\n\n{result_page.NOTHING_YET}\n")
     wanted = [
         compare.Run("segmentation", 1.0, "float16", "balanced", 2),
         compare.Run("segmentation", 1.0, "bfloat16", "none", 0),
     ]
     for _ in range(2):
-        results.write(folder, page, compare.TASKS, wanted, mechanisms.lines(folder))
+        result_page.write(folder, page, compare.TASKS, wanted, mechanisms.lines(folder))
     text = page.read_text()
-    assert text.startswith("# Title\n\n" + results.MARK) and text.count(results.MARK) == 1
+    assert text.startswith("# Title\n\n" + result_page.MARK) and text.count(result_page.MARK) == 1
     assert "| balanced (ours) | 3 | 52.0 | +1.0 ± 1.0 | 1 | 1 % | 500 | 900 |" in text
     assert "| no scaling (fixed scale 1) | 1 | 0.480 |  | 0 | 1 % | 500 | 900 |" in text
     assert "- segmentation, loss × 1: bfloat16 (0)" in text
@@ -195,7 +215,7 @@ def test_the_picture_of_loss_magnitudes(tmp_path):
 
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="must be there before they are reported. Received: "):
-        results.write(tmp_path, tmp_path / "page.md", compare.TASKS, [], [])
+        result_page.write(tmp_path, tmp_path / "page.md", compare.TASKS, [], [])
 
 
 def test_causes(tmp_path):
