@@ -5,7 +5,8 @@ import results
 
 NOTHING_YET = "No run of the comparison has been made yet."
 SUMMARY = """In points (of language: in perplexity), mean and standard deviation over the seeds, of
-which the number is in brackets; positive where ours is better.
+which the number is in brackets; positive where ours is better. The best fixed scale is the one that
+ended best with seed 0, which favours it there.
 """
 MARK = "<!-- From here on written by benchmarks/compare.py. -->"
 
@@ -37,7 +38,14 @@ def write(folder, page, tasks, wanted, causes):
         metric, percent = first["metric"].removeprefix("val_"), results.is_share(found)
         metric += " in points" if percent else ""
         parts.append(f"### {title}\n\nMetric: {metric}; data: {first['data']}.\n")
-        parts.append(results.table(found, percent) + "\n")
+        # Of the same task at all multipliers.
+        float32 = [
+            result
+            for (task, _), by_method in folders.items()
+            if task == key[0]
+            for result in by_method.get("float32", {}).values()
+        ]
+        parts.append(results.table(found, percent, float32) + "\n")
     parts += ["### What the paper says of the causes\n", *causes]
     parts.append("### What was not run\n")
     parts.append(_missing(wanted, folder) + "\n")

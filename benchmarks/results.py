@@ -78,16 +78,38 @@ def order(method):
     return kinds.index(kind), power
 
 
-def table(found, percent):
+def core_time(runs, reference):
+    """The cores' time for a step, as the median of ratios to float32's on the same machine.
+
+    Args:
+        runs: Results of a method.
+        reference: Results of float32 for the same task; at any multiplier, which costs no time.
+
+    Returns:
+        NaN if float32 was not run on one of their machines.
+    """
+    times: dict[str, list] = {}
+    for result in reference:
+        times.setdefault(result["machine"], []).append(result["core_seconds"])
+    ratios = [
+        result["core_seconds"] / np.mean(times[result["machine"]])
+        for result in runs
+        if result["machine"] in times
+    ]
+    return np.median(ratios) if ratios else np.nan
+
+
+def table(found, percent, reference):
     """A table of one task at one multiplier, in Markdown.
 
     Args:
         found: What `read` gave.
         percent: Whether the metric is a share, to be given in points.
+        reference: Results of float32, for `core_time`.
     """
     factor = 100 if percent else 1
     digits = _digits(percent)
-    measures = ("final", "to float32", "steps lost", "entries lost", "core ms a step", "MiB")
+    measures = ("final", "to float32", "steps lost", "entries lost", "core time", "MiB")
     rows = []
     for method in sorted(found, key=order):
         results = list(found[method].values())
@@ -96,12 +118,13 @@ def table(found, percent):
         compared, _ = _compared(found[method], others, percent)
         steps = np.mean([r["steps_lost"] for r in results])
         lost = np.max([most_lost(r) for r in results])
-        time = np.median([1000 * r["core_seconds"] / (r["options"]["steps"] - 1) for r in results])
+        ratio = core_time(results, reference)
+        time = "" if np.isnan(ratio) else f"{ratio:.2f}"
         peak = np.max([r["peak_mib"] for r in results])
         rows.append(
             (
                 *(name(method), len(results), f"{final:.{digits}f}", compared, f"{steps:.3g}"),
-                *(in_percent(lost), f"{time:.0f}", f"{peak:.0f}"),
+                *(in_percent(lost), time, f"{peak:.0f}"),
             )
         )
     return "\n".join(markdown(("method", "seeds", *measures), rows))

@@ -307,6 +307,7 @@ def report(task, method, args, data, metric, history, model, costs, lost=None):
             for site in getattr(model, "scales", ())
         ],
         "log2_scales_by_epoch": costs.scales,
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             "tensorflow": tf.__version__,
@@ -319,6 +320,17 @@ def report(task, method, args, data, metric, history, model, costs, lost=None):
         f"steps lost, {said}{found['seconds']:.0f} s and {costs.first:.0f} s for the first step"
     )
     return found
+
+
+def machine():
+    """The processor by its name and, where the system tells, its widest vectors."""
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    model = re.search(r"model name\s*: (.*)", said)
+    widest = next((name for name in ("avx512f", "avx2", "avx") if name in said), "")
+    return " ".join(filter(None, (model and model[1], platform.machine(), widest)))
 
 
 def write(path, found):

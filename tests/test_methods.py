@@ -253,4 +253,4 @@ def test_report(capsys, tmp_path):
     last = [np.log2(site.scale) for site in model.scales]
     assert len(read["log2_scales_by_epoch"]) == 3 and read["log2_scales_by_epoch"][-1] == last
     assert read["seconds_first_step"] > read["seconds"] > 0 and read["peak_mib"] > 50
-    assert read["core_seconds"] > 0
+    assert read["core_seconds"] > 0 and read["machine"]
