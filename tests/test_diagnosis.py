@@ -231,6 +231,30 @@ def test_a_model_that_is_not_compiled_is_refused():
         gs.diagnose(model, X)
 
 
+@pytest.mark.parametrize("scale, lost", [(1.0, 1.0), (2.0**64, 0.0)])
+def test_attention_runs_in_float32(scale, lost):
+    """A loss so small that no gradient is left in float16, unless a scale makes up for it.
+
+    In attention are operations that no layer's policy sees: a softmax, and casts of its inputs.
+    """
+    with gs.policy_scope("mixed_float16"):
+        inputs = keras.Input((4, 6))
+        attended = layers.MultiHeadAttention(2, 3)(inputs, inputs)
+        model = gs.convert(keras.Model(inputs, layers.Dense(2)(attended)))
+    model.compile("sgd", lambda y, predicted: 2.0**-64 * keras.ops.mean((y - predicted) ** 2))
+    sites = iter([scale])
+    model(np.ones((1, 4, 6), "float32"), training=True)
+    # At the first site, which is the last layer's, and from there on carried.
+    model.scales.freeze(lambda site: next(sites, 1.0))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 4, 6)).astype("float32"), np.ones((2, 4, 2), "float32")
+    diagnosis = examine(model, x, y)
+    assert diagnosis.note is None
+    names = [row.name for row in diagnosis.tensors]
+    assert sum("dot_product_attention" in name or "/cast" in name for name in names) == 5
+    assert [row.lost for row in diagnosis.tensors] == [lost] * len(names)
+
+
 def test_a_model_that_cannot_run_in_float32():
     """A layer whose own code is of float16 alone: all but the comparison is there."""
 

@@ -10,6 +10,7 @@ import keras
 from keras.src.backend import AutocastScope
 from keras.src.models.functional import Functional
 
+from tf_gradscale.attention import AttentionWeights
 from tf_gradscale.moving import finite_statistics
 
 
@@ -102,6 +103,24 @@ class Step:
             kwargs.setdefault("mask", mask)
         with finite_statistics(self.operation):
             return method(*args, **{name: x for name, x in kwargs.items() if name in accepted})
+
+    def call_in_float32(self, inputs, method=None):
+        """As `call`, but where the dtype of the result is an argument, with float32 in its place.
+
+        What layers compute in is up to their policies (`policy.in_float32`).
+        """
+        return dataclasses.replace(self, operation=_in_float32(self.operation)).call(inputs, method)
+
+
+def _in_float32(operation):
+    """An operation that makes 16 bits of its inputs, as one that makes float32 of them."""
+    if getattr(operation, "dtype", None) in ("float16", "bfloat16"):
+        if isinstance(operation, AttentionWeights):
+            return AttentionWeights(operation.is_causal, "float32")
+        # `keras.ops.cast` exports no class.
+        if type(operation).__name__ == "Cast":
+            return type(operation)("float32")
+    return operation
 
 
 @dataclasses.dataclass(eq=False)

@@ -170,6 +170,7 @@ class Program:
         records: dict[int, Any] = {}
         added: dict[int, list] = {}
         owners = []
+        plain = observer is not None and observer.plain
         for step in self.graph.steps:
             dtype = step.rule.input_dtype()
             arguments = [_cast_input(values[id(t)], dtype) for t in step.inputs]
@@ -180,7 +181,8 @@ class Program:
                 kept = step.rule.record_of(records[id(step.operation.step)], outputs)
             else:
                 with captured(step.operation) as added[id(step)]:
-                    outputs, kept = step.rule.forward(arguments, step.call)
+                    call = step.call_in_float32 if plain else step.call
+                    outputs, kept = step.rule.forward(arguments, call)
                 expected = self._losses.get(id(step), 0)
                 if len(added[id(step)]) != expected:
                     raise ValueError(
@@ -189,7 +191,6 @@ class Program:
                         f"Received: {len(added[id(step)])} losses, and {expected} in a trial"
                     )
             for tensor, y in zip(step.outputs, outputs, strict=True):
-                plain = observer is not None and observer.plain
                 if y.dtype.is_floating and y.dtype.name != tensor.dtype and not plain:
                     raise TypeError(
                         f"Layer '{step.name}' must return what its `compute_output_spec` "
