@@ -171,6 +171,7 @@ def command(run, args):
 
 def execute(run, args):
     """Runs it and keeps its result."""
+    print("Begins:", *run, flush=True)
     path = run.path(args.folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -209,12 +210,18 @@ def parse_arguments(argv=None):
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=TASKS, default=tuple(TASKS), help="default: all")
+    help_tasks = f"of {', '.join(TASKS)} (default: all)"
+    add("--tasks", nargs="+", choices=TASKS, default=tuple(TASKS), metavar="TASK", help=help_tasks)
     for name in ("cifar10", "camvid", "voc", "text", "squeezenet"):
         add(f"--{name}", metavar="PATH", help="see the example (default: data that it makes)")
     add("--minutes", type=float, default=480, help="begin no run after this time")
     add("--jobs", type=int, default=1, help="so many runs at a time (default: %(default)s)")
-    add("--folder", type=Path, default=ROOT / "docs" / "results", help="default: docs/results")
+    add(
+        "--folder",
+        type=Path,
+        default=ROOT / "docs" / "results",
+        help="of results; tables go beside it (docs/results)",
+    )
     add("--report", action="store_true", help="run nothing")
     return parser.parse_args(argv)
 
@@ -231,7 +238,13 @@ def main(argv=None):
         if time.monotonic() >= until:
             print("The time is over.")
     wanted, causes = list(runs(TASKS, args.folder)), mechanisms.lines(args.folder)
-    result_page.write(args.folder, ROOT / "docs" / "results.md", TASKS, wanted, causes)
+    # docs/results.md of docs/results.
+    page = args.folder.resolve().with_suffix(".md")
+    try:
+        result_page.write(args.folder, page, TASKS, wanted, causes)
+    except ValueError as error:
+        sys.exit(f"compare.py: {error}")
+    print(f"Tables and pictures: {page}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def write(folder, page, tasks, wanted, causes):
 
     Args:
         folder: Where the results are.
-        page: Path of the Markdown file, of which the part behind the mark is written anew.
+        page: Path of the Markdown file, beside it. The part behind the mark is written anew.
         tasks: The tasks, by name.
         wanted: All runs of the comparison, which have a `path(folder)`.
         causes: What `mechanisms.lines` gave.
@@ -53,7 +53,7 @@ def write(folder, page, tasks, wanted, causes):
     for function, file in result_pictures.PICTURES:
         function(folder / file, drawn)
         title = function.__doc__.split("\n")[0].rstrip(".")
-        parts.append(f"![{title}](results/{file})\n\n*{title}.*\n")
+        parts.append(f"![{title}]({folder.name}/{file})\n\n*{title}.*\n")
     before = page.read_text(encoding="utf-8").partition(MARK)[0] if page.exists() else ""
     before = before.replace(NOTHING_YET, "").rstrip() + "\n\n"
     page.write_text(before + MARK + "\n\n" + "\n".join(parts), encoding="utf-8")

@@ -109,22 +109,28 @@ def table(found, percent, reference):
     """
     factor = 100 if percent else 1
     digits = _digits(percent)
-    measures = ("final", "to float32", "steps lost", "entries lost", "core time", "MiB")
+    measures = ("seed 0", "to float32", "steps lost", "entries lost", "core time", "MiB")
     rows = []
     for method in sorted(found, key=order):
         results = list(found[method].values())
-        final = factor * np.mean([r["final"] for r in results])
+        final = ""
+        # Means of different seeds could not be compared.
+        if 0 in found[method]:
+            final = f"{factor * found[method][0]['final']:.{digits}f}"
         others = {} if method == "float32" else found.get("float32", {})
         compared, _ = _compared(found[method], others, percent)
         steps = np.mean([r["steps_lost"] for r in results])
         lost = np.max([most_lost(r) for r in results])
+        said = "" if np.isnan(lost) else in_percent(lost)
+        if any(map(has_diverged, results)):
+            said = "diverged"
         ratio = core_time(results, reference)
         time = "" if np.isnan(ratio) else f"{ratio:.2f}"
         peak = np.max([r["peak_mib"] for r in results])
         rows.append(
             (
-                *(name(method), len(results), f"{final:.{digits}f}", compared, f"{steps:.3g}"),
-                *(in_percent(lost), time, f"{peak:.0f}"),
+                *(name(method), len(results), final, compared, f"{steps:.3g}"),
+                *(said, time, f"{peak:.0f}"),
             )
         )
     return "\n".join(markdown(("method", "seeds", *measures), rows))
@@ -184,8 +190,13 @@ def markdown(header, rows):
 
 
 def most_lost(result):
-    """The largest share of a gradient's entries that are lost, over all tensors."""
-    return max(result["lost_entries"].values(), default=0.0)
+    """The largest share of a gradient's entries that are lost, over all tensors; NaN: not known."""
+    return max(result["lost_entries"].values(), default=np.nan)
+
+
+def has_diverged(result):
+    """Whether what training computes at its end is not finite."""
+    return not all(np.isfinite(values[-1]) for values in result["history"].values())
 
 
 def is_share(found):

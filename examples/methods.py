@@ -67,8 +67,9 @@ def parse(precision, scaling):
     Raises:
         ValueError: If there is no such method.
     """
-    number = r"[0-9.]+"
-    forms = rf"none|fixed:2\^-?[0-9]+|dynamic(:[1-9][0-9]*)?|paper(:{number},{number})?|balanced"
+    number = r"[0-9]+(?:\.[0-9]+)?"
+    forms = r"none|fixed:2\^-?[0-9]{1,2}|dynamic(:[1-9][0-9]*)?|balanced"
+    forms += rf"|paper(:{number},{number})?"
     if not re.fullmatch(forms, scaling):
         raise ValueError(f"--scaling must be one of {SCALINGS}. Received: {scaling}")
     if precision != "float16" and scaling != "none":
@@ -84,7 +85,7 @@ def add_common_arguments(parser, data, learning_rate):
     add = parser.add_argument
     add("--data", metavar="PATH", help=f"{data} (default: made by the program itself)")
     add("--scaling", metavar="HOW", help=f"{SCALINGS} (default: balanced; none if not float16)")
-    add("--learning-rate", type=float, default=learning_rate, help="default: %(default)s")
+    add("--learning-rate", type=float, default=learning_rate, help="the highest (%(default)s)")
     add("--seed", type=int, default=0, help="of data, weights and batches")
     add("--json", metavar="PATH", help="write the metrics to a file")
     add("--verbose", type=int, default=1, help="of Keras' fit: 1 bars, 2 lines, 0 silent")
@@ -96,7 +97,7 @@ def add_arguments(parser, data, steps, learning_rate):
     add = parser.add_argument
     add("--precision", choices=POLICIES, default="float16", help="default: %(default)s")
     add("--steps", type=int, default=steps, help="default: %(default)s")
-    add("--loss-multiplier", type=float, default=1.0, help="of the loss; the rate is divided by it")
+    add("--loss-multiplier", type=float, default=1.0, help="of the loss; undone by the optimizer")
     add("--validate", type=int, metavar="N", help="on N examples, evenly spread (default: on all)")
     add("--out", metavar="PNG", help="draw a picture")
 
@@ -108,6 +109,10 @@ def parsed(parser, argv=None):
         value = getattr(args, name, None)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive. Received: {value}")
+    for name in ("json", "out"):
+        folder = Path(getattr(args, name) or ".").parent
+        if not folder.is_dir():
+            parser.error(f"--{name} must name a file in a folder that exists. Received: {folder}")
     args.method = None
     if args.precision or args.scaling:
         precision = args.precision or "float16"

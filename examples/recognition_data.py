@@ -110,6 +110,14 @@ def _load_npz(path):
     x, y, x_val, y_val = (file[name] for name in names)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[-1] != 3:
         raise _error(path, f"its images are {x.dtype} of shape {x.shape}")
+    for images, labels in ((x, y), (x_val, y_val)):
+        numbers = np.issubdtype(labels.dtype, np.integer)
+        if labels.size != len(images) or not numbers or labels.min(initial=0) < 0:
+            raise _error(
+                path,
+                f"of {len(images)} images its labels are {labels.dtype} of shape {labels.shape}, "
+                f"from {labels.min(initial=0)} on",
+            )
     return Dataset(path.stem, x, y.ravel(), x_val, y_val.ravel())
 
 

@@ -172,10 +172,16 @@ def parse_arguments(argv=None):
     add("--steps", type=int, help="steps in all (default: each image once in an epoch)")
     add("--loss-multiplier", type=float, help="default: 1/64 for drawn scenes, else 1")
     add("--balance", action="store_true", help="median-frequency class weights")
-    add("--methods", nargs="+", default=tuple(METHODS), choices=METHODS, help="default: all four")
+    add("--methods", nargs="+", choices=METHODS, help="ways to compare (default: all four)")
     add("--precision", choices=methods.POLICIES, help="train once, in this precision or scaling")
     add("--out", default="segmentation.png", metavar="PNG", help="picture (default: %(default)s)")
     args = methods.parsed(parser, argv)
+    if args.methods is not None and args.method is not None:
+        parser.error(
+            "--methods names ways to compare, --precision and --scaling one way: give one of them. "
+            f"Received: --methods {' '.join(args.methods)}, and {args.method}"
+        )
+    args.methods = args.methods or tuple(METHODS)
     halvings = len(segnet.WIDTHS) - 1
     stride = 2**halvings
     if any(pixels < 16 or pixels % stride for pixels in args.size):

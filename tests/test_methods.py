@@ -64,7 +64,9 @@ def test_methods_by_name():
 
 
 @pytest.mark.parametrize(
-    "scaling", ["fix", "fixed:7", "fixed:2^x", "dynamic:0", "dynamic:x", "paper:16", "none:1", ""]
+    "scaling",
+    ["fix", "fixed:7", "fixed:2^x", "dynamic:0", "dynamic:x", "paper:16", "none:1", ""]
+    + ["fixed:2^200", "paper:1.2.3,4"],
 )
 def test_unknown_scalings(scaling):
     with pytest.raises(ValueError, match="--scaling must be one of none, .* Received: "):
@@ -96,6 +98,7 @@ def test_options():
         (["--steps", "0"], "--steps must be positive. Received: 0"),
         (["--loss-multiplier", "-1"], "--loss-multiplier must be positive. Received: -1.0"),
         (["--validate", "0"], "--validate must be positive. Received: 0"),
+        (["--json", "no/such/folder/x.json"], "in a folder that exists. Received: no/such/folder"),
         (["--scaling", "static"], "--scaling must be one of none, fixed:2^K"),
     ],
 )

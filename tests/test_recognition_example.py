@@ -82,6 +82,22 @@ def test_jpeg_files(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        ([0, 1, 1], "of 2 images its labels are int64 of shape .3,., from 0 on"),
+        ([[0, 1], [1, 0]], "of 2 images its labels are int64 of shape .2, 2., from 0 on"),
+        ([0, -1], "of 2 images its labels are int64 of shape .2,., from -1 on"),
+        ([0.5, 1.0], "of 2 images its labels are float64 of shape .2,., from 0.0 on"),
+    ],
+)
+def test_other_labels_are_refused(tmp_path, labels, problem):
+    images = np.zeros((2, 4, 4, 3), np.uint8)
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=[[0], [1]], x_val=images, y_val=labels)
+    with pytest.raises(ValueError, match=problem):
+        recognition_data.load(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
     ("content", "problem"),
     [
         ({}, "it lacks x_train"),

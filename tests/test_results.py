@@ -30,7 +30,7 @@ def record(folder, task, precision, scaling, seed, final, **others):
         "options": {"seed": seed, "steps": 11},
         "metric": metric,
         "final": final,
-        "history": {metric: [0.25, final]},
+        "history": {metric: [0.25, final], "loss": [0.5, 0.25]},
         "steps_lost": seed,
         "lost_entries": {"logits": 0.01, "hidden": 0.002} if precision == "float16" else {},
         "seconds": 5.0,
@@ -86,6 +86,16 @@ def test_times_are_compared_on_one_machine():
     # 3 / 2 and 8 / 8; nothing is known of the third.
     assert results.core_time(ours, float32) == 1.25
     assert np.isnan(results.core_time(ours[2:], float32))
+
+
+def test_what_is_not_known_is_left_out(folder):
+    loss = {"val_miou": [0.1, 0.1], "loss": [0.5, float("nan")]}
+    record(folder, "segmentation", "float16", "fixed:2^19", 0, 0.0, history=loss)
+    record(folder, "segmentation", "float16", "dynamic", 1, 0.5, lost_entries={})
+    found = results.read(folder / "segmentation" / "1")
+    rows = results.table(found, True, []).splitlines()
+    assert "| fixed scale 2^19 | 1 | 0.0 | -50.0 | 0 | diverged |  | 900 |" in rows
+    assert "| dynamic | 1 |  | -1.0 | 1 |  |  | 900 |" in rows
 
 
 def test_ours_against_the_others(folder):
@@ -186,9 +196,10 @@ def test_the_page(folder, tmp_path):
     ]
     for _ in range(2):
         result_page.write(folder, page, compare.TASKS, wanted, mechanisms.lines(folder))
+    assert f"]({folder.name}/curves.png)" in page.read_text()
     text = page.read_text()
     assert text.startswith("# Title\n\n" + result_page.MARK) and text.count(result_page.MARK) == 1
-    assert "| balanced (ours) | 3 | 52.0 | +1.0 ± 1.0 | 1 | 1 % | 1.20 | 900 |" in text
+    assert "| balanced (ours) | 3 | 50.0 | +1.0 ± 1.0 | 1 | 1 % | 1.20 | 900 |" in text
     assert "| no scaling (fixed scale 1) | 1 | 0.480 |  | 0 | 1 % |  | 900 |" in text
     assert "- segmentation, loss × 1: bfloat16 (0)" in text
     for name in ("fixed_scales", "curves", "scales"):

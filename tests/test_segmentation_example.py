@@ -380,6 +380,7 @@ def test_multiplier_is_one_for_real_images():
             "leave it at none. Received: dynamic",
         ),
         (["--methods", "bfloat16"], "invalid choice: 'bfloat16'"),
+        (["--methods", "float32", "--scaling", "none"], "one of them. Received: --methods float32"),
     ],
 )
 def test_bad_options(capsys, options, message):
