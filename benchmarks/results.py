@@ -120,8 +120,8 @@ def table(found, percent, reference):
         others = {} if method == "float32" else found.get("float32", {})
         compared, _ = _compared(found[method], others, percent)
         steps = np.mean([r["steps_lost"] for r in results])
-        lost = np.max([most_lost(r) for r in results])
-        said = "" if np.isnan(lost) else in_percent(lost)
+        known = [lost for lost in map(most_lost, results) if not np.isnan(lost)]
+        said = in_percent(max(known)) if known else ""
         if any(map(has_diverged, results)):
             said = "diverged"
         ratio = core_time(results, reference)

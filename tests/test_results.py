@@ -92,8 +92,10 @@ def test_what_is_not_known_is_left_out(folder):
     loss = {"val_miou": [0.1, 0.1], "loss": [0.5, float("nan")]}
     record(folder, "segmentation", "float16", "fixed:2^19", 0, 0.0, history=loss)
     record(folder, "segmentation", "float16", "dynamic", 1, 0.5, lost_entries={})
+    record(folder, "segmentation", "float16", "balanced", 1, 0.52, lost_entries={})
     found = results.read(folder / "segmentation" / "1")
     rows = results.table(found, True, []).splitlines()
+    assert "| balanced (ours) | 3 | 50.0 | +1.0 ± 1.0 | 1 | 1 % |  | 900 |" in rows
     assert "| fixed scale 2^19 | 1 | 0.0 | -50.0 | 0 | diverged |  | 900 |" in rows
     assert "| dynamic | 1 |  | -1.0 | 1 |  |  | 900 |" in rows
 
