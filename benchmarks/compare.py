@@ -238,8 +238,9 @@ def main(argv=None):
         if time.monotonic() >= until:
             print("The time is over.")
     wanted, causes = list(runs(TASKS, args.folder)), mechanisms.lines(args.folder)
-    # docs/results.md of docs/results.
-    page = args.folder.resolve().with_suffix(".md")
+    # docs/results.md of docs/results; a name may hold a dot.
+    folder = args.folder.resolve()
+    page = folder.with_name(f"{folder.name}.md")
     try:
         result_page.write(args.folder, page, TASKS, wanted, causes)
     except ValueError as error:

@@ -15,8 +15,6 @@ COLOURS = {
     "balanced": "#009E73",
     "fixed": "#D55E00",
 }
-
-
 METHODS = ("float32", "dynamic", "paper", "balanced")
 
 

@@ -235,6 +235,17 @@ def test_the_picture_of_loss_magnitudes(tmp_path):
         assert picture.width > 2 * picture.height
 
 
+def test_the_page_is_written_beside_its_results(tmp_path):
+    before = (compare.ROOT / "docs" / "results.md").read_bytes()
+    folder = tmp_path / "of.mine"
+    with pytest.raises(SystemExit, match="compare.py: Results must be there.*Received: .*of.mine"):
+        compare.main(["--report", "--folder", str(folder)])
+    record(folder, "segmentation", "float16", "balanced", 0, 0.5)
+    compare.main(["--report", "--folder", str(folder)])
+    assert "](of.mine/curves.png)" in (tmp_path / "of.mine.md").read_text()
+    assert (compare.ROOT / "docs" / "results.md").read_bytes() == before
+
+
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="must be there before they are reported. Received: "):
         result_page.write(tmp_path, tmp_path / "page.md", compare.TASKS, [], [])
