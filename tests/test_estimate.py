@@ -122,7 +122,7 @@ def test_gemm(kind, smallest, rate):
     sigma_dy = 10 ** rng.uniform(-6, 4, n.size)
     max_dy = sigma_dy * rng.uniform(3, 100, n.size)
     place = placement(placement=kind, smallest=smallest, underflow_threshold=rate)
-    found = place.gemm(*map(log2, (n, sigma_dy, sigma_w, max_dy, max_w)), 0.0).numpy()
+    found = place.gemm(*map(log2, (np.sqrt(n), sigma_dy, sigma_w, max_dy, max_w)), 0.0).numpy()
     lower = theory.gemm_scale(rate, n, sigma_dy, sigma_w, FLOAT16.smallest(smallest))
     if kind == "balanced":
         upper = theory.gemm_room_scale(n, sigma_dy, sigma_w, FLOAT16.largest)
@@ -189,7 +189,7 @@ def test_variable():
         dy = rng.lognormal(0.0, 2.0, (64, 7)) * 10.0**decade
         norm_x, norm_dy = (np.linalg.norm(a, axis=0).max() for a in (x, dy))
         sigma_dy = np.sqrt(np.mean(np.square(dy)))
-        given = (log2(a) for a in (norm_dy, norm_x, 64.0, sigma_dy))
+        given = (log2(a) for a in (norm_dy, norm_x, 8.0, sigma_dy))
         scale = np.exp2(float(placement().variable(*given)))
         assert scale * np.abs(x.T @ dy).max() < FLOAT16.largest / 16
         assert scale * np.abs(dy).max() < FLOAT16.largest / 16

@@ -6,17 +6,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_gradscale.estimate import (
-    CUMULATIVE_LIMIT,
-    Placement,
-    exp2,
-    log2_all,
-    max_abs,
-    maximum,
-    size,
-    sum_squares,
-)
-from tf_gradscale.shared import SharedIf
+from tf_gradscale.estimate import CUMULATIVE_LIMIT, Placement, exp2, log2_all, maximum, size
+from tf_gradscale.reductions import largest_magnitude, totals
+from tf_gradscale.shared import Part, SharedIf
+from tf_gradscale.tensors import entries
 
 # Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
 _KERNEL_SHIFT = 30
@@ -42,6 +35,12 @@ class Chooser:
         self.unmeasured_join = _if_updating(self._unmeasured_join)
         self.unmeasured = _if_updating(self._unmeasured)
         self.unmeasured_gemm = _if_updating(self._unmeasured_gemm)
+        # What follows from statistics is the same for layers of all shapes.
+        self._chosen_gemm = Part(self._choose_gemm)
+        self._chosen_bilinear = Part(self._choose_bilinear)
+        self._chosen_measured = Part(self._choose_measured)
+        self._chosen_uniform = Part(self._choose_uniform)
+        self._chosen_join = Part(self._choose_join)
 
     @staticmethod
     @functools.cache
@@ -49,35 +48,53 @@ class Chooser:
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
 
-    def _gemm(self, dy, x, kernel, log2_n, alpha, stored, frozen, dy_axis, x_axis, kind, apart):
+    def _gemm(self, dy, x, kernel, counts, alpha, stored, frozen, dy_axis, x_axis, kind, apart):
         """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: first, input.
 
+        `counts`: log2 of √N, and of the roots of how many channels ∇Y and how many entries W has.
         `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
         `kind`: of the first site. `"variable"` is β_W. `"cast"` is the cast that a normalisation
         ends with, which leaves room for the kernel's gradient: ∇Y is near to normal and comes
         scaled, so that one set of statistics serves for both. `apart`: whether β is for ∇Y as it
         comes, or for β_W∇Y.
         """
-        state = _State(stored, frozen, 2)
-        squares = sum_squares(dy, dy_axis)
-        total = tf.reduce_sum(squares)
+        of_dy, of_x = totals(dy, dy_axis), totals(x, x_axis)
+        of_w = totals(kernel, shift=_KERNEL_SHIFT)
         # The balanced placement takes the room of the distribution for max|∇Y|.
         measured = kind == "cast" or not self.placement.balanced
-        largest = max_abs(dy) if measured else total
-        logs = _Logs(dy, x, kernel, squares, total, x_axis, largest)
+        largest = of_dy.largest if measured else of_dy.squares
+        roots = of_dy.channel, of_x.channel, of_dy.squares, size(dy), of_w.squares
+        statistics = tf.stack([*roots, of_w.largest, largest])
+        return self._chosen_gemm(statistics, counts, alpha, stored, frozen, kind=kind, apart=apart)
+
+    def _choose_gemm(self, statistics, counts, alpha, stored, frozen, kind, apart):
+        logs = log2_all(statistics, roots=5, others=2)
+        norm_dy, norm_x, sigma_dy, root_m, sigma_w, max_w, max_dy = logs
+        squares_w, largest = entries(statistics, (4, 6), 7)
+        root_n, channels, size_w = tf.unstack(counts, 3)
+        sigma_dy -= root_m
+        sigma_w -= size_w + _KERNEL_SHIFT
+        max_w -= _KERNEL_SHIFT
+        # How many products are summed into an entry of ∇W: as many as ∇Y has in a channel.
+        root_m -= channels
+
+        state = _State(stored, frozen, largest, 2)
         beta_w = tf.constant(0.0)
         if self.placement.balanced:
-            beta_w = self.placement.variable(logs.norm_dy, logs.norm_x, logs.m, logs.sigma_dy)
+            beta_w = self.placement.variable(norm_dy, norm_x, root_m, sigma_dy)
         if kind == "cast":
-            lower, _ = self.placement.normal_bounds(logs.sigma_dy)
-            upper = self.placement.log2_largest - logs.max_dy
-            wanted = self.placement.place(lower, upper, state.retreat(0))
+            lower, _ = self.placement.normal_bounds(sigma_dy)
+            upper = self.placement.log2_largest - max_dy
+            wanted = self.placement.place(lower, upper, state.retreats[0])
             beta_w = tf.minimum(wanted, beta_w) if self.placement.balanced else wanted
-        first = self._settle([beta_w], [largest], largest, alpha, state, 0)
-        shift, before = (0.0, alpha) if apart else (first.local[0], first.cumulative)
-        beta = self._product(logs, log2_n, shift, state.retreat(1))
-        rest = self._settle([beta], [largest * logs.total_w], largest, before, state, 1)
-        return state.part([first, rest], largest)
+        first = self._settle(beta_w, largest, alpha, state, 0)
+        if not apart:
+            alpha = first.cumulative
+            sigma_dy += first.local
+            max_dy += first.local
+        beta = self.placement.gemm(root_n, sigma_dy, sigma_w, max_dy, max_w, state.retreats[1])
+        rest = self._settle(beta, largest * squares_w, alpha, state, 1)
+        return state.part([first, rest])
 
     def _bilinear(self, dy, a, b, count, alpha, stored, frozen, weights):
         """β of both operands of a product: lines 4 and 5 of Algorithm 1. Sites: a, b.
@@ -85,67 +102,70 @@ class Chooser:
         `count`: how many products there are in all. `weights`: for each operand, whether its
         gradient is kept within the bound of Cauchy-Schwarz.
         """
-        state = _State(stored, frozen, 2)
-        total, largest = sum_squares(dy), max_abs(dy)
-        squares = [sum_squares(tf.cast(x, tf.float32) * 2.0**_KERNEL_SHIFT) for x in (a, b)]
+        of_all = totals(dy), *(totals(x, shift=_KERNEL_SHIFT) for x in (a, b))
+        squares, maxima = [of.squares for of in of_all], [of.largest for of in of_all]
         sizes = [size(x) for x in (dy, a, b)]
-        logs = log2_all(total, largest, *squares, *sizes, max_abs(a), max_abs(b), count)
-        total_dy, max_dy, *rest = logs
-        norms, (size_dy, *sizes), maxima, log2_count = rest[:2], rest[2:5], rest[5:7], rest[7]
-        norms = [0.5 * norm - _KERNEL_SHIFT for norm in norms]
-        sigma_dy, wanted = 0.5 * (total_dy - size_dy), []
-        for own, other in ((0, 1), (1, 0)):
-            beta = self.placement.gemm(
-                log2_count - sizes[own],
-                sigma_dy,
-                norms[other] - 0.5 * sizes[other],
-                max_dy,
-                maxima[other],
-                state.retreat(own),
-            )
-            if weights[own] and self.placement.balanced:
-                log2_m = log2_count - sizes[own]
-                bound = self.placement.variable(0.5 * total_dy, norms[other], log2_m, sigma_dy)
-                beta = tf.minimum(beta, bound)
-            wanted.append(beta)
-        magnitudes = [total * squares[1], total * squares[0]]
-        return state.part([self._settle(wanted, magnitudes, total, alpha, state, 0)], total)
+        statistics = tf.stack([*squares, *sizes, count, *maxima])
+        return self._chosen_bilinear(statistics, alpha, stored, frozen, weights=weights)
 
-    def _product(self, logs, log2_n, shift, retreat):
-        """log2 β of a product, whose ∇Y is 2^shift times the one that `logs` are of."""
-        sigma_dy, max_dy = logs.sigma_dy + shift, logs.max_dy + shift
-        return self.placement.gemm(log2_n, sigma_dy, logs.sigma_w, max_dy, logs.max_w, retreat)
+    def _choose_bilinear(self, statistics, alpha, stored, frozen, weights):
+        given, *squares = entries(statistics, range(3), 10)
+        logs = log2_all(statistics, roots=7, others=3)
+        (norm_dy, *norms), (size_dy, *sizes), root_count = logs[:3], logs[3:6], logs[6]
+        max_dy, *maxima = logs[7:]
+        sigma_dy = norm_dy - size_dy
+        state, settled = _State(stored, frozen, given, 2), []
+        for own, other in ((0, 1), (1, 0)):
+            root_n = root_count - sizes[own]
+            norm, largest = norms[other] - _KERNEL_SHIFT, maxima[other] - _KERNEL_SHIFT
+            sigma, retreat = norm - sizes[other], state.retreats[own]
+            beta = self.placement.gemm(root_n, sigma_dy, sigma, max_dy, largest, retreat)
+            if weights[own] and self.placement.balanced:
+                bound = self.placement.variable(norm_dy, norm, root_n, sigma_dy)
+                beta = tf.minimum(beta, bound)
+            settled.append(self._settle(beta, given * squares[other], alpha, state, own))
+        return state.part(settled)
 
     def _cast(self, dy, alpha, stored, frozen, model):
         """β of a cast: lines 9 to 11 of Algorithm 1."""
-        state = _State(stored, frozen, 1)
-        largest = max_abs(dy)
-        beta = self.placement.cast(dy, largest, model, state.retreat(0))
-        return state.part([self._settle([beta], [largest], largest, alpha, state, 0)], largest)
+        largest = largest_magnitude(dy)
+        state = _State(stored, frozen, largest, 1)
+        beta = self.placement.cast(dy, largest, model, state.retreats[0])
+        return state.part([self._settle(beta, largest, alpha, state, 0)])
 
     def _measured(self, dxs, dys, dvs, alpha, stored, frozen):
         """β of an op that was tried out."""
-        state = _State(stored, frozen, 1)
-        square = maximum([sum_squares(g) / size(g) for g in dxs])
-        largest = maximum([max_abs(g) for g in [*dxs, *dvs]])
-        max_dy = maximum([max_abs(g) for g in dys])
-        log2_square, log2_largest, log2_max = log2_all(square, largest, max_dy)
+        of_dxs = [totals(g) for g in dxs]
+        square = maximum([of.squares / size(g) for of, g in zip(of_dxs, dxs, strict=True)])
+        largest = maximum([of.largest for of in of_dxs] + [largest_magnitude(g) for g in dvs])
+        max_dy = maximum([largest_magnitude(g) for g in dys])
+        return self._chosen_measured(tf.stack([square, largest, max_dy]), alpha, stored, frozen)
+
+    def _choose_measured(self, statistics, alpha, stored, frozen):
+        square, max_dy = entries(statistics, (0, 2), 3)
+        sigma, log2_largest, log2_max = log2_all(statistics, roots=1, others=2)
+        state = _State(stored, frozen, max_dy, 1)
         beta = tf.where(
             square > 0,
-            self.placement.measured(0.5 * log2_square, log2_largest, log2_max, state.retreat(0)),
-            self.placement.unseen(log2_max, state.retreat(0)),
+            self.placement.measured(sigma, log2_largest, log2_max, state.retreats[0]),
+            self.placement.unseen(log2_max, state.retreats[0]),
         )
-        scales = self._settle([beta], [max_dy], max_dy, alpha, state, 0)
-        return state.part([scales._replace(known=tf.cast([square > 0], tf.float32))], max_dy)
+        scale = self._settle(beta, max_dy, alpha, state, 0)
+        return state.part([scale._replace(magnitude=square)])
 
     def _uniform(self, dy, factor, alpha, stored, frozen):
         """β of an op that multiplies entries of ∇Y by a positive factor to make those of ∇X."""
-        state = _State(stored, frozen, 1)
-        square, max_dy = sum_squares(dy) / size(dy), max_abs(dy)
-        log2_square, log2_max, log2_factor = log2_all(square, max_dy, factor)
-        sigma, largest = 0.5 * log2_square + log2_factor, log2_max + log2_factor
-        beta = self.placement.measured(sigma, largest, log2_max, state.retreat(0))
-        return state.part([self._settle([beta], [square], max_dy, alpha, state, 0)], max_dy)
+        of_dy = totals(dy)
+        statistics = tf.stack([of_dy.squares, size(dy), of_dy.largest, factor])
+        return self._chosen_uniform(statistics, alpha, stored, frozen)
+
+    def _choose_uniform(self, statistics, alpha, stored, frozen):
+        square, largest = entries(statistics, (0, 2), 4)
+        norm, root_size, max_dy, log2_factor = log2_all(statistics, roots=2, others=2)
+        sigma, max_dx = norm - root_size + log2_factor, max_dy + log2_factor
+        state = _State(stored, frozen, largest, 1)
+        beta = self.placement.measured(sigma, max_dx, max_dy, state.retreats[0])
+        return state.part([self._settle(beta, square, alpha, state, 0)])
 
     def _join(self, gradients, alphas, stored, frozen, indices, places, summed):
         """The common α of several gradients: lines 15 to 18 of Algorithm 1.
@@ -153,125 +173,102 @@ class Chooser:
         The factors are α/α_i for each of the `places` at which gradients could meet, of which
         those present are named by `indices`, and 1/α.
         """
-        maxima = [max_abs(g) for g in gradients]
-        largest, top = maximum(maxima), maximum(alphas)
+        maxima = [largest_magnitude(g) for g in gradients]
+        static = {"indices": indices, "places": places, "summed": summed}
+        return self._chosen_join(maxima, alphas, stored, frozen, **static)
+
+    def _choose_join(self, maxima, alphas, stored, frozen, indices, places, summed):
+        largest = maximum(maxima)
+        state = _State(stored, frozen, largest, 1, places)
         beta = self.placement.branch(alphas, maxima, summed)
-        state = _State(stored, frozen, 1)
-        scales = self._settle([beta], [largest], largest, top, state, 0)
-        return state.part([scales], largest, _quotients(scales, alphas, indices, places))
+        scale = self._settle(beta, largest, maximum(alphas), state, 0)
+        return state.part([scale], _quotients(scale, alphas, indices, places))
 
     def _unmeasured_join(self, alphas, stored, frozen, indices, places):
         """The largest α_i, or the frozen multiple of it."""
-        state = _State(stored, frozen, 1)
-        scales = self._keep(1, maximum(alphas), state, 0)
-        return state.part([scales], 1.0, _quotients(scales, alphas, indices, places))
+        state = _State(stored, frozen, 1.0, 1, places)
+        scale = self._keep(maximum(alphas), state, 0)
+        return state.part([scale], _quotients(scale, alphas, indices, places))
 
     def _unmeasured(self, alpha, stored, frozen, sites):
         """β = 1, or the frozen one: for gradients in another dtype, or of no use."""
-        state = _State(stored, frozen, sites)
-        return state.part([self._keep(sites, alpha, state, 0)], 1.0)
+        state = _State(stored, frozen, 1.0, sites)
+        return state.part([self._keep(alpha, state, i) for i in range(sites)])
 
     def _unmeasured_gemm(self, alpha, stored, frozen, apart):
         """The same for a product, whose second scale comes on top of the first or beside it."""
-        state = _State(stored, frozen, 2)
-        first = self._keep(1, alpha, state, 0)
-        before = alpha if apart else first.cumulative
-        return state.part([first, self._keep(1, before, state, 1)], 1.0)
+        state = _State(stored, frozen, 1.0, 2)
+        first = self._keep(alpha, state, 0)
+        return state.part([first, self._keep(alpha if apart else first.cumulative, state, 1)])
 
-    def _settle(self, wanted, magnitudes, given, alpha, state, first):
-        """Scales from what was estimated.
+    def _settle(self, wanted, magnitude, alpha, state, site):
+        """A site's scale, from what was estimated.
 
         Args:
-            wanted: List of log2 β.
-            magnitudes: List of what is positive where there was anything to measure; else β = 1.
-            given: A magnitude of ∇Y: where it is not finite, β stays as it was.
-            alpha: log2 α before the sites.
+            wanted: log2 β.
+            magnitude: Positive where there was anything to measure; else β = 1.
+            alpha: log2 α before the site.
             state: The `_State` of the group.
-            first: Index of the first of the sites in the group.
+            site: Index of the site in the group.
         """
-        known = tf.stack(magnitudes) > 0
-        local = tf.where(known, tf.stack(wanted), 0.0)
-        free = (given < math.inf) & ~state.frozen
-        local = tf.where(free, local, state.local(first, len(wanted)))
-        return self._bounded(local, tf.cast(known, tf.float32), alpha)
+        local = tf.where(magnitude > 0, wanted, 0.0)
+        local = tf.where(state.free, local, state.locals[site])
+        return self._bounded(local, magnitude, alpha)
 
-    def _keep(self, sites, alpha, state, first):
-        local = tf.where(state.frozen, state.local(first, sites), 0.0)
-        return self._bounded(local, tf.ones([sites]), alpha)
+    def _keep(self, alpha, state, site):
+        local = tf.where(state.frozen, state.locals[site], 0.0)
+        return self._bounded(local, tf.constant(1.0), alpha)
 
-    def _bounded(self, local, known, alpha):
+    def _bounded(self, local, magnitude, alpha):
         limit = self.placement.log2_cumulative_bound
-        cumulative = tf.clip_by_value(alpha + local, -CUMULATIVE_LIMIT, limit)
-        return _Scales(cumulative - alpha, cumulative, known)
+        cumulative = tf.maximum(tf.minimum(alpha + local, limit), -CUMULATIVE_LIMIT)
+        return _Scale(cumulative - alpha, cumulative, magnitude)
 
 
-class _Scales(NamedTuple):
-    """Vectors over some sites: log2 β, log2 α, and 1 where there was anything to measure."""
+class _Scale(NamedTuple):
+    """Scalars of a site: log2 β, log2 α, and a number that is 0 if there was nothing to measure."""
 
     local: tf.Tensor
     cumulative: tf.Tensor
-    known: tf.Tensor
+    magnitude: tf.Tensor
 
 
 class _State:
-    """What the registry holds for a group of some sites, taken apart and put together again."""
+    """What the registry holds for a group of some sites, taken apart and put together again.
 
-    def __init__(self, stored, frozen, sites):
-        self._stored = stored
-        self._retreats = stored[-sites:]
+    Args:
+        stored: The group's part of the registry's vector, as `sites.Group` lays it out.
+        frozen: Whether the stored scales are kept.
+        given: A magnitude of ∇Y: where it is not finite, the stored scales are kept as well.
+        sites: How many sites the group has.
+        places: At how many places gradients could meet, if there is a factor for each.
+    """
+
+    def __init__(self, stored, frozen, given, sites, places=None):
+        factors = 2 * sites if places is None else places + 1
+        fields = entries(stored, range(2 * sites), 4 * sites + 1 + factors)
+        self.retreats, self.locals = fields[:sites], fields[sites:]
         self.frozen = frozen
+        self.free = (given < math.inf) & ~frozen
+        self._given = given
 
-    def local(self, first, sites):
-        """log2 β of some of the group's sites."""
-        return self._stored[first : first + sites]
-
-    def retreat(self, site):
-        """How much of its height one of them gives up (`Placement.place`)."""
-        return self._retreats[site]
-
-    def part(self, scales, given, exponents=None):
-        """The group's part of the registry's vector, as `sites.Group` lays it out.
+    def part(self, scales, exponents=None):
+        """The group's new part of the vector.
 
         Args:
-            scales: List of `_Scales`.
-            given: A magnitude of ∇Y, of which it is noted whether it is finite.
+            scales: The `_Scale` of each site.
             exponents: log2 of the factors to multiply by, if these are not the scales.
         """
-        local, cumulative, known = (tf.concat(rows, 0) for rows in zip(*scales, strict=True))
-        factors = tf.stack(exponents) if exponents is not None else local
-        finite = tf.cast(tf.stack([given]) < math.inf, tf.float32)
-        powers = exp2(tf.concat([factors, -cumulative], 0))
-        return tf.concat([local, cumulative, known, finite, powers, self._retreats], 0)
+        local, cumulative, magnitudes = zip(*scales, strict=True)
+        numbers = [*self.retreats, *local, *cumulative, *magnitudes, self._given]
+        exponents = [*(exponents or local), *(-log2_alpha for log2_alpha in cumulative)]
+        return tf.concat([tf.stack(numbers), exp2(tf.stack(exponents))], 0)
 
 
-class _Logs:
-    """Statistics of a product's operands, as log2: all logarithms are taken at once."""
-
-    def __init__(self, dy, x, kernel, squares, total, x_axis, largest):
-        self.total_w = sum_squares(kernel * 2.0**_KERNEL_SHIFT)
-        norm_dy, norm_x, total_dy, size_dy, total_w, size_w, self.max_w, self.max_dy, c = log2_all(
-            tf.reduce_max(squares),
-            tf.reduce_max(sum_squares(x, x_axis)),
-            total,
-            tf.cast(tf.size(dy), tf.float32),
-            self.total_w,
-            tf.cast(tf.size(kernel), tf.float32),
-            max_abs(kernel),
-            largest,
-            tf.cast(tf.size(squares), tf.float32),
-        )
-        # How many products are summed into an entry of ∇W: as many as ∇Y has in a channel.
-        self.m = size_dy - c
-        self.norm_dy, self.norm_x = 0.5 * norm_dy, 0.5 * norm_x
-        self.sigma_dy = 0.5 * (total_dy - size_dy)
-        self.sigma_w = 0.5 * (total_w - size_w) - _KERNEL_SHIFT
-
-
-def _quotients(scales, alphas, indices, places):
+def _quotients(scale, alphas, indices, places):
     """log2 of α/α_i at each place where gradients could meet; 0 where none is present."""
     # A quotient leaves float32's range only where one gradient is negligible.
-    common = scales.cumulative[0]
-    quotients = [tf.clip_by_value(common - alpha, -126.0, 126.0) for alpha in alphas]
+    quotients = [tf.clip_by_value(scale.cumulative - alpha, -126.0, 126.0) for alpha in alphas]
     present = dict(zip(indices, quotients, strict=True))
     return [present.get(i, 0.0) for i in range(places)]
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.shared import Shared
+from tf_gradscale.xla import is_finite, magnitude
 
 RATES = ("underflow", "lost", "overflow")
 
@@ -94,16 +95,16 @@ def as_kept(gradients, upstream):
     Entries are taken to be as they were kept. Those that are not finite are taken to have been, if
     all of ∇Y was.
     """
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(dy)) for dy in upstream])
+    finite = tf.reduce_all([tf.reduce_all(is_finite(dy)) for dy in upstream])
     large = tf.where(finite, tf.float32.max, float("nan"))
-    return [tf.where(tf.math.is_finite(x), tf.cast(x, tf.float32), large) for x in gradients]
+    return [tf.where(is_finite(x), tf.cast(x, tf.float32), large) for x in gradients]
 
 
 def _count(exact, kept, smallest):
     masks = []
     for x, y in zip(exact, kept, strict=True):
-        there = (x != 0.0) & tf.math.is_finite(x)
-        fates = [tf.abs(x) <= smallest, tf.equal(tf.cast(x, y.dtype), 0), ~tf.math.is_finite(y)]
+        there = (x != 0.0) & is_finite(x)
+        fates = [magnitude(x) <= smallest, tf.equal(tf.cast(x, y.dtype), 0), ~is_finite(y)]
         masks.append([there, *(there & fate for fate in fates)])
     # In int64: float32 sums of ones may stop at 2^24.
     numbers = [

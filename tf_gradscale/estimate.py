@@ -12,6 +12,8 @@ import tensorflow as tf
 from scipy import special
 
 from tf_gradscale import formats
+from tf_gradscale.reductions import totals
+from tf_gradscale.xla import ceil, floor, is_finite, magnitude
 
 # The cumulative scale stays within 2^±100, so that 1/α is a normal float32 number.
 CUMULATIVE_LIMIT = 100.0
@@ -38,11 +40,6 @@ def log2(x):
     return tf.math.log(tf.maximum(x, _TINY)) * (1 / math.log(2.0))
 
 
-def max_abs(x):
-    """max|x| as float32; -inf for an empty tensor."""
-    return tf.reduce_max(tf.abs(tf.cast(x, tf.float32)))
-
-
 def maximum(values):
     """The largest of several scalars, which XLA works out in the operation that needs it."""
     return functools.reduce(tf.maximum, values)
@@ -53,20 +50,10 @@ def minimum(values):
     return functools.reduce(tf.minimum, values)
 
 
-def log2_all(*values):
-    """`log2` of several scalars, as a list."""
-    return tf.unstack(log2(tf.stack(values)))
-
-
-def sum_squares(x, axis=None):
-    """Sums of x² in float32: of all, or for each index of the last axis (-1) or the second (1)."""
-    squares = tf.square(tf.cast(x, tf.float32))
-    if axis is None:
-        return tf.reduce_sum(squares)
-    shape = tf.shape(squares)
-    if axis == -1:
-        return tf.reduce_sum(tf.reshape(squares, [-1, shape[-1]]), 0)
-    return tf.reduce_sum(tf.reshape(tf.reduce_sum(squares, 0), [shape[1], -1]), 1)
+def log2_all(values, roots, others):
+    """`log2` of the square roots of the first entries of a vector, and of the others: a list."""
+    factors = [0.5 / math.log(2.0)] * roots + [1 / math.log(2.0)] * others
+    return tf.unstack(tf.math.log(tf.maximum(values, _TINY)) * factors, roots + others)
 
 
 def size(x):
@@ -113,9 +100,9 @@ class Placement:
         """
         if self.balanced:
             target = tf.minimum(0.5 * (lower + upper), upper - self.margin_bits)
-            target = tf.floor(target - tf.maximum(target - lower, 8.0) * retreat)
+            target = floor(target - tf.maximum(target - lower, 8.0) * retreat)
         else:
-            target = tf.minimum(tf.math.ceil(lower), tf.floor(upper))
+            target = tf.minimum(ceil(lower), floor(upper))
         if self.log2_scale_bound is None:
             return target
         return tf.minimum(target, self.log2_scale_bound)
@@ -133,51 +120,51 @@ class Placement:
         lower, upper = self.normal_bounds(0.0)
         target = min(0.5 * (lower + upper), upper - self.margin_bits)
         height = max(target - lower, 8.0)
-        placed = tf.floor(target - log2_sigma - height * retreat)
+        placed = floor(target - log2_sigma - height * retreat)
         if self.log2_scale_bound is None:
             return placed
         return tf.minimum(placed, self.log2_scale_bound)
 
-    def gemm(self, log2_n, sigma_dy, sigma_w, max_dy, max_w, retreat):
+    def gemm(self, root_n, sigma_dy, sigma_w, max_dy, max_w, retreat):
         """β of ∇X = f_G(β∇Y, W) by Theorem 1: lines 4 and 5 of Algorithm 1.
 
-        All arguments but the last are log2 of: N, the number of products summed into one entry
-        of ∇X; the root mean squares of ∇Y and W; max|∇Y| (not used by the balanced placement,
+        All arguments but the last are log2 of: √N, with N the number of products summed into one
+        entry of ∇X; the root mean squares of ∇Y and W; max|∇Y| (not used by the balanced placement,
         which takes the room of the distribution for it) and max|W|.
 
         Returns:
             log2 β.
         """
-        log2_sigma = 0.5 * log2_n + sigma_dy + sigma_w
+        log2_sigma = root_n + sigma_dy + sigma_w
         if self.balanced:
             target = self.place_normal(log2_sigma, retreat)
         else:
             lower, _ = self.normal_bounds(log2_sigma)
-            target = self.place(lower, self.log2_largest - log2_n - max_dy - max_w, retreat)
+            target = self.place(lower, self.log2_largest - 2.0 * root_n - max_dy - max_w, retreat)
         # β multiplies the kernel: β·W must neither overflow nor sink into the subnormals.
-        most = tf.floor(self.log2_largest - 1.0 - max_w)
-        least = tf.math.ceil(self.log2_normal + self.margin_bits - sigma_w)
+        most = floor(self.log2_largest - 1.0 - max_w)
+        least = ceil(self.log2_normal + self.margin_bits - sigma_w)
         return tf.minimum(tf.maximum(target, least), most)
 
-    def variable(self, norm_dy, norm_x, log2_m, sigma_dy):
+    def variable(self, norm_dy, norm_x, root_m, sigma_dy):
         """β_W of ∇W = f_G(X, β_W∇Y): balanced between Theorem 1 and what cannot overflow.
 
         By Cauchy-Schwarz no entry of ∇W exceeds ‖x_i‖·‖∇y_j‖, the norms of an input and of an
         output channel; as a sum of M independent products it is about √M times smaller. Between
         updates a batch may be larger than the one that was measured. Not in the paper.
 
-        Arguments: log2 of the largest norm of each, of M, and of the root mean square of ∇Y.
+        Arguments: log2 of the largest norm of each, of √M, and of the root mean square of ∇Y.
 
         Returns:
             log2 β_W.
         """
-        lower, _ = self.normal_bounds(norm_dy + norm_x - 0.5 * log2_m)
+        lower, _ = self.normal_bounds(norm_dy + norm_x - root_m)
         # At least 1 for ‖x_i‖: then β_W·max|∇Y| stays below λ_max as well.
         upper = self.log2_largest - norm_dy - tf.maximum(norm_x, 0.0)
         # β_W multiplies ∇Y, which must not sink into the subnormals.
         least = self.log2_normal + 10.0 - sigma_dy
         target = tf.maximum(0.5 * (lower + upper), least)
-        return self._factor(tf.floor(tf.minimum(target, upper - self.margin_bits)))
+        return self._factor(floor(tf.minimum(target, upper - self.margin_bits)))
 
     def cast(self, dy, largest, model, retreat):
         """β of ∇X = f_T(β∇Y) by Theorem 2: lines 9 to 11 of Algorithm 1.
@@ -194,9 +181,9 @@ class Placement:
         if model == "normal":
             lower, _ = self.normal_bounds(_log2_rms(dy, largest))
         elif model == "histogram":
-            lower = self.log2_smallest - self._log2_quantile_of(tf.abs(dy))
+            lower = self.log2_smallest - self._log2_quantile_of(magnitude(dy))
         else:
-            lower = self._lognormal_lower(tf.abs(dy))
+            lower = self._lognormal_lower(magnitude(dy))
         return self.place(lower, self.log2_largest - log2(largest), retreat)
 
     def _lognormal_lower(self, magnitude):
@@ -205,7 +192,7 @@ class Placement:
         count = tf.maximum(tf.reduce_sum(tf.cast(nonzero, tf.float32)), 1.0)
         logs = log2(magnitude)
         mu = tf.reduce_sum(tf.where(nonzero, logs, 0.0)) / count
-        s = tf.sqrt(tf.reduce_sum(tf.where(nonzero, tf.square(logs - mu), 0.0)) / count)
+        s = tf.pow(tf.reduce_sum(tf.where(nonzero, tf.square(logs - mu), 0.0)) / count, 0.5)
         quantile = math.sqrt(2.0) * float(special.erfinv(2.0 * self.rate - 1.0))
         return self.log2_smallest - mu - s * quantile
 
@@ -231,13 +218,13 @@ class Placement:
             log2 β.
         """
         # A trial that overflowed says only that less is wanted; back-off then finds how much less.
-        finite = tf.math.is_finite(largest)
-        room = tf.floor(self.log2_largest - self.margin_bits - largest)
+        finite = is_finite(largest)
+        room = floor(self.log2_largest - self.margin_bits - largest)
         room = tf.where(finite, room, -8.0 - 16.0 * retreat)
         target = tf.where(finite, self.place_normal(sigma_dx, retreat), room)
         # β multiplies ∇Y, which must not overflow, nor sink into the subnormals if there is room.
-        most = tf.minimum(tf.floor(self.log2_largest - 1.0 - max_dy), room)
-        least = tf.math.ceil(self.log2_normal + 10.0 - max_dy)
+        most = tf.minimum(floor(self.log2_largest - 1.0 - max_dy), room)
+        least = ceil(self.log2_normal + 10.0 - max_dy)
         return self._factor(tf.minimum(tf.maximum(target, least), most))
 
     def unseen(self, max_dy, retreat):
@@ -246,7 +233,7 @@ class Placement:
         Then the more ∇Y is multiplied by, the more is left. Arguments and result: as `measured`.
         """
         room = self.log2_largest - self.margin_bits - 1.0 - max_dy
-        return self._factor(tf.floor(tf.minimum(room, room * (1.0 - retreat))))
+        return self._factor(floor(tf.minimum(room, room * (1.0 - retreat))))
 
     def _factor(self, target):
         """A scale by which gradients are multiplied in their own format must be a number of it."""
@@ -276,12 +263,12 @@ class Placement:
         added = self.balanced and summed
         peak = log2(tf.add_n(true) if added else maximum(true)) - lowest
         if self.balanced:
-            return tf.minimum(top, tf.floor(self.log2_largest - self.margin_bits - peak)) - top
+            return tf.minimum(top, floor(self.log2_largest - self.margin_bits - peak)) - top
         least = minimum(alphas)
         return maximum([tf.where(peak + a < self.log2_largest, a, least) for a in alphas]) - top
 
 
 def _log2_rms(x, largest):
     """log2 of the root mean square, given max|x|: squares of 1e-30 would be zero in float32."""
-    exponent = tf.clip_by_value(tf.floor(log2(largest)), -CUMULATIVE_LIMIT, CUMULATIVE_LIMIT)
-    return exponent + 0.5 * log2(sum_squares(x * exp2(-exponent)) / size(x))
+    exponent = tf.clip_by_value(floor(log2(largest)), -CUMULATIVE_LIMIT, CUMULATIVE_LIMIT)
+    return exponent + 0.5 * log2(totals(x * exp2(-exponent)).squares / size(x))

@@ -8,6 +8,8 @@ import tensorflow as tf
 # keras.src: not exported; tests/test_platform.py notices if it goes.
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from tf_gradscale.xla import is_finite
+
 
 @contextlib.contextmanager
 def finite_statistics(operation):
@@ -28,7 +30,7 @@ def finite_statistics(operation):
     for variable in operation.non_trainable_variables:
         value = scope.get_current_value(variable)
         if value is not None:
-            variable.assign(tf.where(tf.math.is_finite(value), value, variable.value))
+            variable.assign(tf.where(is_finite(value), value, variable.value))
 
 
 def _is_guarded(operation):

@@ -7,9 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.config import GradScaleConfig
-from tf_gradscale.fusion import computed_once
 from tf_gradscale.registry import ScaleRegistry
-from tf_gradscale.tensors import identity, multiply
+from tf_gradscale.tensors import identity, multiply, values
+from tf_gradscale.xla import computed_once, is_finite
 
 
 def _of_inner(name, doc):
@@ -347,8 +347,9 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def check_finite(self, grads):
         """Whether all entries of some gradients are finite, `None` for none."""
+        parts = [tf.reduce_all(is_finite(values(g))) for g in grads if g is not None]
         # All updates depend on it.
-        return computed_once(tf.cast(super().check_finite(grads), tf.int32)) > 0
+        return computed_once(tf.cast(tf.reduce_all([True, *parts]), tf.int32)) > 0
 
     def _check_scope(self):
         """Refuses variables of which there is one for all replicas: each would update it."""

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.estimate import Placement, exp2, log2
-from tf_gradscale.fusion import computed_once
 from tf_gradscale.shared import Shared
+from tf_gradscale.xla import computed_once, magnitude
 
 # Passes 0, 1, 2, 4, ... up to this one choose scales anew, whatever `update_every` is.
 _LAST_EARLY_UPDATE = 64
@@ -74,11 +74,11 @@ class Passes:
         """
         grown = tf.reduce_max(tf.where(before > 0, log2(peaks) - log2(before), -1e4))
         usable = tf.reduce_all(peaks < math.inf) & tf.reduce_any((before > 0) & (peaks > 0))
-        usable &= ~off & (tf.abs(grown) > self._margin)
+        usable &= ~off & (magnitude(grown) > self._margin)
         # Within what 1/α, which it multiplies, leaves of float32's range.
         return tf.where(usable, -tf.clip_by_value(tf.round(grown), -26.0, 26.0), 0.0)
 
-    def end(self, state, vector, peaks, measured, known, given, retreats, followers, followed):
+    def end(self, state, vector, peaks, measured, magnitudes, given, retreats, followers, followed):
         """Ends a pass.
 
         Args:
@@ -86,17 +86,18 @@ class Passes:
             vector: What the pass has made of the registry's vector.
             peaks: The largest magnitude of each gradient that came in.
             measured: Whether each site was measured.
-            known: Where it stands in the vector whether each site's gradient was non-zero.
-            given: Where, whether the gradient that arrived there was finite.
-            retreats: Where, how much of its height the site gives up.
+            magnitudes: Where that of each site's gradient stands in the vector.
+            given: Where that of the gradient that arrived there does.
+            retreats: Where it stands how much of its height the site gives up.
             followers: Sites behind which other groups measure, by index, one for each such group.
-            followed: Where it stands whether what these measured was finite.
+            followed: Where the magnitude of what these measured stands.
 
         Returns:
             What the registry is to hold: vector, history, `pending` and peaks.
         """
         names = ("scales", "history", "passes", "pending", "frozen", "peaks")
-        positions = [np.array(x, "int32") for x in (known, given, retreats, followers, followed)]
+        positions = magnitudes, given, retreats, followers, followed
+        positions = [np.array(x, "int32") for x in positions]
         return self._shared_end(
             *(state[name] for name in names),
             vector,
@@ -123,10 +124,11 @@ class Passes:
 
         A site backs off where ∇Y was finite and the gradient made of it is not.
         """
-        known, given, retreats, followers, followed = positions
+        magnitudes, given, retreats, followers, followed = positions
         backoff, zeros = tf.unstack(history, 2)
-        known, given_finite = tf.gather(vector, known) > 0, tf.gather(vector, given) > 0
-        bad = tf.cast(tf.gather(vector, followed) <= 0, tf.int32)
+        known = tf.gather(vector, magnitudes) > 0
+        given_finite = tf.gather(vector, given) < math.inf
+        bad = tf.cast(~(tf.gather(vector, followed) < math.inf), tf.int32)
         made_finite = tf.equal(tf.math.unsorted_segment_sum(bad, followers, tf.size(measured)), 0)
         measured &= ~frozen
         zeros = tf.where(measured & ~known, zeros + 1.0, 0.0)

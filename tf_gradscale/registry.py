@@ -184,8 +184,7 @@ class ScaleRegistry:
         """Which entries of the vector are 1/α of a site: a list of bools."""
         found = []
         for group in self.groups:
-            last = group.size - len(group.sites)
-            found += [last - len(group.sites) <= i < last for i in range(group.size)]
+            found += [i >= group.size - len(group.sites) for i in range(group.size)]
         return found
 
     def local(self):

@@ -42,10 +42,10 @@ class Site:
 class Group:
     """Sites whose scales are chosen together, and their part of the registry's vector.
 
-    The part holds log2 β of each of the n sites, log2 α of each, and whether the gradient there
-    was non-zero; then whether the gradient that arrived was finite; then powers of two: 2^β of
-    each site (or, where gradients meet, what each is multiplied by) and 1/α of each; then how much
-    of its height each has given up after overflows.
+    The part holds how much of its height each of the n sites has given up after overflows; log2 β
+    of each, log2 α of each, and a magnitude of the gradient there, 0 if there was none to measure;
+    then a magnitude of the gradient that arrived, which may not be finite; then powers of two: 2^β
+    of each site (or, where gradients meet, what each is multiplied by) and 1/α of each.
     """
 
     def __init__(self, index, start, sites, factors):
@@ -54,19 +54,18 @@ class Group:
         self.sites = sites
         n = len(sites)
         # Where nothing has been chosen yet, all scales are 2^0.
-        self.initial = [0.0] * (2 * n) + [1.0] * (n + 1 + factors) + [0.0] * n
+        self.initial = [0.0] * (3 * n) + [1.0] * (n + 1 + factors)
         self.size = len(self.initial)
 
     def position(self, site, field):
         """Where a field of one of its sites stands in the registry's vector."""
-        n = len(self.sites)
-        first = {"local": 0, "cumulative": n, "known": 2 * n, "retreat": self.size - n}[field]
-        return self.start + first + self.sites.index(site)
+        row = ("retreat", "local", "cumulative", "magnitude").index(field)
+        return self.start + row * len(self.sites) + self.sites.index(site)
 
     @property
-    def finite(self):
-        """Where the group's finiteness stands in the registry's vector."""
-        return self.start + 3 * len(self.sites)
+    def given(self):
+        """Where the magnitude of the gradient that arrived stands in the registry's vector."""
+        return self.start + 4 * len(self.sites)
 
 
 def power(value):

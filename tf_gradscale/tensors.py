@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from tf_gradscale.xla import under_xla
+
 
 def is_dense_float(x):
     """Whether a tensor can have a gradient: neither an integer nor a `tf.SparseTensor`."""
@@ -13,6 +15,11 @@ def map_values(function, gradient):
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
+
+
+def values(gradient):
+    """The values of a gradient, a dense tensor."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def multiply(gradient, factor):
@@ -44,3 +51,12 @@ def add(parts):
     for part in parts[1:]:
         total += tf.convert_to_tensor(part)
     return total
+
+
+def entries(vector, indices, size):
+    """Some entries of a vector of `size` entries, as a list of scalars."""
+    if under_xla():
+        # To it, each of the others would be two operations more.
+        return [vector[i] for i in indices]
+    found = tf.unstack(vector, size)
+    return [found[i] for i in indices]

@@ -1,15 +1,35 @@
 """One backward pass: what the rules see of it, and what it leaves in the registry."""
 
+from typing import NamedTuple
+
 import numpy as np
 import tensorflow as tf
 
 from tf_gradscale import formats, tensors
 from tf_gradscale.counters import rates
-from tf_gradscale.estimate import max_abs
-from tf_gradscale.fusion import materialized
 from tf_gradscale.passes import Passes
+from tf_gradscale.reductions import largest_magnitude
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Scaled
+from tf_gradscale.xla import hidden, materialized
+
+
+class Chosen(NamedTuple):
+    """What was chosen for a group of sites: lists of scalars.
+
+    Attributes:
+        log2_alphas: log2 α of each site.
+        factors: β of each site, or what each gradient is multiplied by where several meet.
+        inverses: 1/α of each site.
+    """
+
+    log2_alphas: list
+    factors: list
+    inverses: list
+
+    def scaled(self, index, gradient, origin):
+        """The `Scaled` of the gradient behind one of the sites; `origin`: see there."""
+        return Scaled(self.log2_alphas[index], gradient, self.inverses[index], tuple(origin))
 
 
 class Walk:
@@ -38,7 +58,9 @@ class Walk:
         self._passes = Passes.of(self.config)
         self._needed = needed
         self._state = registry.read()
-        self._peaks = tf.stack([tf.constant(0.0) if g is None else max_abs(g) for g in upstream])
+        self._peaks = tf.stack(
+            [tf.constant(0.0) if g is None else largest_magnitude(g) for g in upstream]
+        )
         begun = self._passes.begin(self._state, self._peaks, registry.are_inverses())
         self._updating, self._frozen, self.shift, self.unshift, self._one, stored = begun
         sizes = [group.size for group in registry.groups]
@@ -67,7 +89,7 @@ class Walk:
             trial: Whether `measure` tries something out, which is to be done only if updating.
 
         Returns:
-            The fields of the group's part of the registry, as scalars (see `Group`), less the last.
+            The `Chosen`.
         """
         stored = self._parts[group.index]
         measures = tf.as_dtype(dtype).name == self.config.gradient_dtype and self._needed(owner)
@@ -90,7 +112,8 @@ class Walk:
             part = measure(self._updating, stored, self._frozen)
         part.set_shape([group.size])
         self._parts[group.index] = part
-        return tf.unstack(part)[: -len(group.sites)]
+        n, fields = len(group.sites), tf.unstack(part)
+        return Chosen(fields[2 * n : 3 * n], fields[4 * n + 1 : -n], fields[-n:])
 
     def cast(self, group, pair, dtype, owner, model, kept=None):
         """f_T: scales a gradient, then casts it (lines 8 to 12 of Algorithm 1).
@@ -98,7 +121,7 @@ class Walk:
         `kept`: the dtype that it must fit into behind the next operation, if that is another.
         """
         alpha, dy = pair.log2_alpha, tf.cast(pair.gradient, tf.float32)
-        part = self.decide(
+        chosen = self.decide(
             group,
             [pair],
             owner,
@@ -106,10 +129,9 @@ class Walk:
             lambda *state: self.chooser.cast(dy, alpha, *state, model=model),
             lambda *state: self.chooser.unmeasured(alpha, *state, sites=1),
         )
-        _, alpha_x, _, _, beta, inverse = part
-        scaled = dy * beta
+        scaled = dy * chosen.factors[0]
         self.count(group, lambda: [(scaled, tf.cast(scaled, kept or dtype))])
-        return Scaled(alpha_x, tf.cast(scaled, dtype), inverse, tuple(group.sites))
+        return chosen.scaled(0, tf.cast(scaled, dtype), group.sites)
 
     def join(self, group, indices, pairs, owner, summed):
         """Brings several gradients to one scale (lines 15 to 18 of Algorithm 1).
@@ -128,7 +150,7 @@ class Walk:
         gradients = [pair.gradient for pair in pairs]
         alphas = [pair.log2_alpha for pair in pairs]
         places = {"indices": tuple(indices), "places": group.size - 6}
-        part = self.decide(
+        chosen = self.decide(
             group,
             pairs,
             owner,
@@ -136,7 +158,7 @@ class Walk:
             lambda *state: self.chooser.join(gradients, alphas, *state, **places, summed=summed),
             lambda *state: self.chooser.unmeasured_join(alphas, *state, **places),
         )
-        factors = [part[4 + i] for i in indices]
+        factors = [chosen.factors[i] for i in indices]
         scaled = [tf.cast(g, tf.float32) * f for g, f in zip(gradients, factors, strict=True)]
         if summed:
             total = scaled[0]
@@ -147,7 +169,11 @@ class Walk:
         else:
             result = [tf.cast(s, g.dtype) for s, g in zip(scaled, gradients, strict=True)]
         self.count(group, lambda: [(scaled, result)])
-        return Scaled(part[1], result, part[-1], tuple(s for p in pairs for s in p.origin))
+        return chosen.scaled(0, result, [site for pair in pairs for site in pair.origin])
+
+    def hidden(self, x):
+        """A constant, of which XLA does not know that it is one (`fusion.hidden`)."""
+        return hidden(x, self._one)
 
     def count(self, group, made):
         """Counts what is lost at a group's sites, where that is asked for and scales are chosen.
@@ -192,11 +218,11 @@ class Walk:
             parts,
             self._peaks,
             measured=self._measured,
-            known=registry.positions("known"),
-            given=[group.finite for group in groups],
+            magnitudes=registry.positions("magnitude"),
+            given=[group.given for group in groups],
             retreats=registry.positions("retreat"),
             followers=[site.index for site, _ in self._followers],
-            followed=[group.finite for _, group in self._followers],
+            followed=[group.given for _, group in self._followers],
         )
         writes = registry.write(*left, self._updating, self._inverses)
         writes += [counters.write(self._rates) for counters in self._counters]

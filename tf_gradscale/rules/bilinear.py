@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_gradscale.graph import Slot
 from tf_gradscale.linearity import layers_of
 from tf_gradscale.policy import in_float32
-from tf_gradscale.rules.base import Rule, Scaled
+from tf_gradscale.rules.base import Rule
 
 
 class Bilinear(Rule):
@@ -55,14 +55,14 @@ class Bilinear(Rule):
         alpha, dy = pair.log2_alpha, pair.gradient
 
         def measure(*state):
-            count = self.products(self.step, a, b, y)
+            count = walk.hidden(self.products(self.step, a, b, y))
             return walk.chooser.bilinear(dy, a, b, count, alpha, *state, weights=self.weights)
 
         def keep(*state):
             return walk.chooser.unmeasured(alpha, *state, sites=2)
 
-        part = walk.decide(self.group, [pair], self.step, y.dtype, measure, keep)
-        _, _, alpha_a, alpha_b, _, _, _, beta_a, beta_b, inverse_a, inverse_b = part
+        chosen = walk.decide(self.group, [pair], self.step, y.dtype, measure, keep)
+        beta_a, beta_b = chosen.factors
         scaled = _times(a, beta_b), _times(b, beta_a)
         da, db = _vjps(product, scaled, dy)
 
@@ -73,11 +73,7 @@ class Bilinear(Rule):
             return list(zip(exact, (da, db), strict=True))
 
         walk.count(self.group, made)
-        site_a, site_b = self.group.sites
-        return [
-            Scaled(alpha_a, da, inverse_a, (site_a,)),
-            Scaled(alpha_b, db, inverse_b, (site_b,)),
-        ]
+        return [chosen.scaled(i, (da, db)[i], [site]) for i, site in enumerate(self.group.sites)]
 
 
 def _vjps(product, scaled, dy):

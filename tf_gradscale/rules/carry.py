@@ -9,8 +9,8 @@ from keras.src.backend import AutocastScope
 from tf_gradscale.counters import as_kept
 from tf_gradscale.inner import Expression, Whole
 from tf_gradscale.registry import variable_value
-from tf_gradscale.rules.base import WIDE, Rule, Scaled
-from tf_gradscale.tensors import cast, is_dense_float, multiply
+from tf_gradscale.rules.base import WIDE, Rule
+from tf_gradscale.tensors import cast, is_dense_float, multiply, values
 
 
 class Outside(Rule):
@@ -117,13 +117,13 @@ class Measured(Carry):
         def vjp(pair):
             return self._declared_vjp(tape, ys, xs, variables, pair, walk)
 
-        part = self._choose(xs, ys, pair, walk, vjp)
-        scaled = [multiply(dy, part[4]) for dy in dys]
-        found = vjp(Scaled(part[1], scaled, part[5], tuple(self.group.sites)))
+        chosen = self._choose(xs, ys, pair, walk, vjp)
+        scaled = [multiply(dy, chosen.factors[0]) for dy in dys]
+        found = vjp(chosen.scaled(0, scaled, self.group.sites))
 
         def made():
             _, *results = found
-            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in results)
+            dxs, dvs = ([values(g) for g in gs if g is not None] for gs in results)
             kept = dxs or dvs
             return [(as_kept(kept, scaled), kept)]
 
@@ -131,12 +131,12 @@ class Measured(Carry):
         return found
 
     def _choose(self, xs, ys, pair, walk, vjp):
-        """The group's part of the registry; `vjp`: the step's, of a pair."""
+        """What `Walk.decide` returns; `vjp`: the step's, of a pair."""
         alpha, dys = pair.log2_alpha, pair.gradient
 
         def measure(*state):
             _, *trial = vjp(pair)
-            dxs, dvs = ([_dense(g) for g in gs if g is not None] for gs in trial)
+            dxs, dvs = ([values(g) for g in gs if g is not None] for gs in trial)
             return walk.chooser.measured(dxs or dvs or dys, dys, dvs, alpha, *state)
 
         return self._decide(pair, walk, measure, trial=True)
@@ -182,10 +182,6 @@ def _computes_in(operation, dtype):
         return dtype if dtype in operation.dtypes else None
     runs_layers = isinstance(operation, (keras.layers.Layer, Whole))
     return dtype if runs_layers and operation.compute_dtype == dtype else None
-
-
-def _dense(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def is_neutral(step):

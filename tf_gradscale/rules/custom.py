@@ -8,6 +8,7 @@ from tf_gradscale.policy import in_float32
 from tf_gradscale.rules.base import Rule, Scaled
 from tf_gradscale.rules.carry import Carry
 from tf_gradscale.tensors import multiply
+from tf_gradscale.xla import is_finite
 
 
 class Unscaled(Carry):
@@ -62,7 +63,7 @@ class Unscaled(Carry):
         with self._precision():
             gradients = tape.gradient(ys, xs + variables, output_gradients=dys)
         if self._casts:
-            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(dy)) for dy in dys])
+            finite = tf.reduce_all([tf.reduce_all(is_finite(dy)) for dy in dys])
             one = tf.where(finite, 1.0, float("nan"))
             gradients = [None if g is None else multiply(g, one) for g in gradients]
         return pair, gradients[: len(xs)], gradients[len(xs) :]

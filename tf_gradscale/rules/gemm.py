@@ -6,9 +6,10 @@ import keras
 import tensorflow as tf
 
 from tf_gradscale.registry import variable_value
-from tf_gradscale.rules.base import Rule, Scaled, known_class
+from tf_gradscale.rules.base import Rule, known_class
 from tf_gradscale.rules.products import PRODUCTS, channel_axis
 from tf_gradscale.tensors import multiply
+from tf_gradscale.xla import under_xla
 
 
 class Gemm(Rule):
@@ -103,17 +104,17 @@ class Gemm(Rule):
         apart = self.apart and kind == "variable" and product is self.products[-1]
 
         def measure(*state):
-            log2_n = tf.constant(math.log2(product.n), tf.float32)
+            counts = product.n, _channels(dz, product.y_axis), math.prod(weight.shape)
+            counts = walk.hidden(tf.constant([0.5 * math.log2(count) for count in counts]))
             axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
-            given = dz, x, weight, log2_n, alpha
+            given = dz, x, weight, counts, alpha
             return walk.chooser.gemm(*given, *state, **axes, kind=kind, apart=apart)
 
         def keep(*state):
             return walk.chooser.unmeasured_gemm(alpha, *state, apart=apart)
 
-        part = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
-        alpha_x = part[3]
-        beta_w, beta, inverse_w, inverse = part[7:]
+        chosen = walk.decide(group, [pair], self.step, x.dtype, measure, keep)
+        beta_w, beta = chosen.factors
         if kind == "cast":
             dz_w = tf.cast(dz * beta_w, x.dtype)
         else:
@@ -136,18 +137,25 @@ class Gemm(Rule):
 
         walk.count(group, made)
         if product.kernel.trainable:
-            walk.add(product.kernel, dw, inverse_w)
-        return Scaled(alpha_x, dx, inverse, (group.sites[-1],))
+            walk.add(product.kernel, dw, chosen.inverses[0])
+        return chosen.scaled(1, dx, group.sites[-1:])
 
     def _bias_gradient(self, dz):
         """Σ∇Z over all axes that the bias is broadcast over, in float32: no overflow."""
         dz = tf.cast(dz, tf.float32)
         shape, rank = self.bias.shape, dz.shape.rank
-        if len(shape) == 1 and channel_axis(self.operation) == -1:
+        if len(shape) == 1 and channel_axis(self.operation) == -1 and not under_xla():
             return tf.raw_ops.BiasAddGrad(out_backprop=dz)
         if len(shape) == 1:
-            keep = [1]
+            keep = [channel_axis(self.operation) % rank]
         else:
             keep = [rank - len(shape) + i for i, size in enumerate(shape) if size != 1]
         axes = [i for i in range(rank) if i not in keep]
         return tf.reshape(tf.reduce_sum(dz, axes), shape)
+
+
+def _channels(dz, axis):
+    """How many channels ∇Z has, if they are told apart."""
+    if axis is None or dz.shape.rank is None:
+        return 1
+    return dz.shape[axis] or 1

@@ -36,7 +36,7 @@ class Uniform(Measured):
         (dy,) = pair.gradient
 
         def measure(*state):
-            return walk.chooser.uniform(dy, c, pair.log2_alpha, *state)
+            return walk.chooser.uniform(dy, walk.hidden(c), pair.log2_alpha, *state)
 
         return self._decide(pair, walk, measure)
 
