@@ -43,12 +43,27 @@ def test_a_shift_multiplies_before_squares_are_taken(run):
     assert found.squares > 0
 
 
+@pytest.mark.parametrize("shape", [(), (7,), (40, 50), (3, 3, 40, 5)])
+def test_small_tensors_in_one_reduction(run, shape):
+    x = np.asarray(np.random.default_rng(0).normal(size=shape)).astype("float32")
+    found = run(lambda x: totals(x, small=True))(tf.constant(x))
+    np.testing.assert_allclose(found, expected(x, None), rtol=1e-5)
+
+
+def test_what_is_not_asked_for_is_not_measured(run):
+    x = np.random.default_rng(0).normal(size=(4, 40)).astype("float32")
+    found = run(lambda x: totals(x, -1, largest=False))(tf.constant(x))
+    np.testing.assert_allclose(found[:2], expected(x, -1)[:2], rtol=1e-5)
+    assert found.largest == found.squares
+
+
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("axis", [None, -1])
-def test_what_is_not_finite_shows(run, value, axis):
+def test_what_is_not_finite_shows(run, value, axis, small):
     x = np.ones((4, 40), "float16")
     x[1, 2] = value
-    found = run(lambda x: totals(x, axis))(tf.constant(x))
+    found = run(lambda x: totals(x, axis, small=small))(tf.constant(x))
     assert not np.isfinite(found.squares)
     assert not np.isfinite(found.largest)
 

@@ -58,13 +58,12 @@ class Chooser:
         scaled, so that one set of statistics serves for both. `apart`: whether β is for ∇Y as it
         comes, or for β_W∇Y.
         """
-        of_dy, of_x = totals(dy, dy_axis), totals(x, x_axis)
-        of_w = totals(kernel, shift=_KERNEL_SHIFT)
         # The balanced placement takes the room of the distribution for max|∇Y|.
-        measured = kind == "cast" or not self.placement.balanced
-        largest = of_dy.largest if measured else of_dy.squares
+        of_dy = totals(dy, dy_axis, largest=kind == "cast" or not self.placement.balanced)
+        of_x = totals(x, x_axis, largest=False)
+        of_w = totals(kernel, shift=_KERNEL_SHIFT, small=True)
         roots = of_dy.channel, of_x.channel, of_dy.squares, size(dy), of_w.squares
-        statistics = tf.stack([*roots, of_w.largest, largest])
+        statistics = tf.stack([*roots, of_w.largest, of_dy.largest])
         return self._chosen_gemm(statistics, counts, alpha, stored, frozen, kind=kind, apart=apart)
 
     def _choose_gemm(self, statistics, counts, alpha, stored, frozen, kind, apart):

@@ -25,7 +25,7 @@ _REDUCE = {"sum": tf.reduce_sum, "max": tf.reduce_max}
 class Totals(NamedTuple):
     """Float32 scalars: the largest Σx² of a channel, Σx² of all entries, max|x|.
 
-    If channels were not told apart, the first is the second.
+    If channels were not told apart, the first is the second; if it was not asked for, the last is.
     """
 
     channel: tf.Tensor
@@ -33,22 +33,24 @@ class Totals(NamedTuple):
     largest: tf.Tensor
 
 
-def totals(x, axis=None, shift=0):
+def totals(x, axis=None, shift=0, largest=True, small=False):
     """Measures a float tensor, within a function of `tf_gradscale.shared`.
 
     Args:
         x: The tensor, of any shape.
         axis: Where its channels are, 1 or -1, or `None` not to tell them apart.
         shift: log2 of what it is multiplied by before it is measured.
+        largest: Whether max|x| is asked for.
+        small: Whether x has few entries, as a kernel has: then all is one reduction (`_reduced`).
 
     Returns:
         The `Totals`.
     """
-    return _totals(x, axis=axis, shift=shift)
+    return _totals(x, axis=axis, shift=shift, largest=largest, small=small)
 
 
 @Part
-def _totals(x, axis, shift):
+def _totals(x, axis, shift, largest, small):
     x = tf.cast(x, tf.float32)
     if shift:
         x *= 2.0**shift
@@ -57,12 +59,25 @@ def _totals(x, axis, shift):
         # Of a tensor of unknown rank, which XLA does not have, the norm of the whole is a bound.
         x, rank, axis = tf.reshape(x, [-1]), 1, None
     axes = [i for i in range(rank) if axis is None or i != axis % rank]
-    squares, largest = _reduced([tf.square(x), magnitude(x)], ["sum", "max"], axes)
-    channel = squares
-    if axis is not None:
-        rows = [squares, squares, largest]
-        channel, squares, largest = _reduced(rows, ["max", "sum", "max"], [0])
-    return Totals(channel, squares, largest)
+    if small:
+        squares, most = _reduced([tf.square(x), magnitude(x)], ["sum", "max"], axes)
+    else:
+        squares = most = tf.reduce_sum(tf.square(x), axes)
+        if largest:
+            most = _largest(x, axes)
+    if axis is None:
+        return Totals(squares, squares, most)
+    channel, total, most = _reduced([squares, squares, most], ["max", "sum", "max"], [0])
+    return Totals(channel, total, most if largest else total)
+
+
+def _largest(x, axes):
+    """max|x|, over some axes; NaN if one is, as XLA's own maximum of floats is not on a processor."""
+    if not under_xla():
+        return tf.reduce_max(tf.abs(x), axes)
+    # As integers, float32's magnitudes have the same order, and NaN is above all.
+    bits = tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7FFFFFFF)
+    return tf.bitcast(tf.reduce_max(bits, axes), tf.float32)
 
 
 def largest_magnitude(x):
@@ -73,13 +88,10 @@ def largest_magnitude(x):
 def _reduced(values, operations, axes):
     """Several float32 tensors of one shape, each reduced by its operation, `"sum"` or `"max"`.
 
-    XLA on a processor splits a single reduction into up to three kernels, and runs one after
-    another what has the same operands; but several at once as one kernel, with all that is
-    element-wise before it, in less time than one of them alone takes to compile.
+    Under XLA at once. On a processor that is one kernel, with all that is element-wise before it,
+    where single reductions are up to three each; but it runs on one thread.
     """
-    if not axes:
-        return values
-    if not under_xla():
+    if not (under_xla() and axes):
         return [_REDUCE[how](x, axes) for how, x in zip(operations, values, strict=True)]
     zeros = [tf.constant(0.0)] * len(values)
     return gen_xla_ops.xla_variadic_reduce_v2(
