@@ -199,3 +199,23 @@ def test_a_zero_gradient_is_measured_again_in_the_next_pass():
     assert all(scale == 1.0 for scale in scales(model).values())
     gradients(model)
     assert model.scales["output"].scale != 1.0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_batch_that_is_not_finite_leaves_scales_as_they_were(run, value):
+    """XLA's maximum of floats passes over NaN on a processor: all of one seemed to be zero."""
+    model = network(update_every=1)
+
+    @run
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x)))
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+    step(tf.constant(1e-4 * X))
+    before = scales(model)
+    assert len(set(before.values())) > 2
+    step(tf.constant(np.full_like(X, value)))
+    assert scales(model) == before
+    step(tf.constant(X))
+    assert scales(model) != before

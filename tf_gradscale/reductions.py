@@ -72,7 +72,7 @@ def _totals(x, axis, shift, largest, small):
 
 
 def _largest(x, axes):
-    """max|x|, over some axes; NaN if one is, as XLA's own maximum of floats is not on a processor."""
+    """max|x|, over some axes; NaN if one is, which XLA's maximum of floats may pass over."""
     if not under_xla():
         return tf.reduce_max(tf.abs(x), axes)
     # As integers, float32's magnitudes have the same order, and NaN is above all.
