@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf_gradscale.estimate import CUMULATIVE_LIMIT, Placement, exp2, log2_all, maximum, size
 from tf_gradscale.reductions import largest_magnitude, totals
 from tf_gradscale.shared import Part, SharedIf
-from tf_gradscale.tensors import entries
+from tf_gradscale.xla import entries
 
 # Kernels are multiplied by 2^30 before they are squared: squares of 1e-25 are zero in float32.
 _KERNEL_SHIFT = 30

@@ -192,6 +192,7 @@ class Placement:
         count = tf.maximum(tf.reduce_sum(tf.cast(nonzero, tf.float32)), 1.0)
         logs = log2(magnitude)
         mu = tf.reduce_sum(tf.where(nonzero, logs, 0.0)) / count
+        # A power: XLA takes long to read a square root (`tf_gradscale.xla`).
         s = tf.pow(tf.reduce_sum(tf.where(nonzero, tf.square(logs - mu), 0.0)) / count, 0.5)
         quantile = math.sqrt(2.0) * float(special.erfinv(2.0 * self.rate - 1.0))
         return self.log2_smallest - mu - s * quantile

@@ -18,6 +18,7 @@ from tf_gradscale.inner import Whole
 from tf_gradscale.opening import call_context
 from tf_gradscale.policy import in_float32
 from tf_gradscale.registry import variable_value
+from tf_gradscale.tensors import values
 
 # log2 of what ∇Y is multiplied by, the ends first: there any threshold is passed.
 _EXPONENTS = sorted(range(-60, 61, 4), key=abs, reverse=True)
@@ -165,11 +166,7 @@ class _Trial:
             for i, y in enumerate(ys)
         ]
         gradients = tape.gradient(ys, sources, output_gradients=dys)
-        return [
-            g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
-            for g in gradients
-            if g is not None
-        ]
+        return [tf.convert_to_tensor(values(g)) for g in gradients if g is not None]
 
     def is_linear(self):
         """Whether multiplying ∇Y by powers of two does just that to all gradients."""
@@ -180,7 +177,7 @@ class _Trial:
         operations = self.function.graph.get_operations()
         reads = [op.outputs[0] for op in operations if op.type == "ReadVariableOp"]
         reads = [x for x in reads if x.dtype.is_floating]
-        values = [x.numpy() for x in self.function.prune([], reads)()] if reads else []
+        given = [x.numpy() for x in self.function.prune([], reads)()] if reads else []
         pruned = self.function.prune([*self.inputs, *reads, self.factor], self.gradients)
         if any(node.op.startswith(_WRITES) for node in _nodes(pruned.graph)):
             return False
@@ -189,7 +186,7 @@ class _Trial:
         for draw in (random.standard_normal, random.random):
             xs = [_drawn(draw, x) for x in self.inputs]
             # A variable that is zero at first, such as the gain of a branch, hides what is behind.
-            weights = [np.where(v == 0, random.uniform(0.5, 1, v.shape), v) for v in values]
+            weights = [np.where(v == 0, random.uniform(0.5, 1, v.shape), v) for v in given]
             fed = [*xs, *map(tf.constant, map(np.float32, weights))]
             base = self._run(pruned, fed, 0)
             if not all(np.all(np.isfinite(g)) for g in base):

@@ -71,8 +71,8 @@ def _totals(x, axis, shift, largest, small):
     return Totals(channel, total, most if largest else total)
 
 
-def _largest(x, axes):
-    """max|x|, over some axes; NaN if one is, which XLA's maximum of floats may pass over."""
+def _largest(x, axes=None):
+    """max|x|, over some axes or all; NaN if one is, which XLA's maximum of floats may pass over."""
     if not under_xla():
         return tf.reduce_max(tf.abs(x), axes)
     # As integers, float32's magnitudes have the same order, and NaN is above all.
@@ -82,7 +82,7 @@ def _largest(x, axes):
 
 def largest_magnitude(x):
     """max|x| as a float32 scalar; not positive if x is empty."""
-    return totals(x).largest
+    return _largest(tf.cast(x, tf.float32))
 
 
 def _reduced(values, operations, axes):

@@ -2,8 +2,6 @@
 
 import tensorflow as tf
 
-from tf_gradscale.xla import under_xla
-
 
 def is_dense_float(x):
     """Whether a tensor can have a gradient: neither an integer nor a `tf.SparseTensor`."""
@@ -51,12 +49,3 @@ def add(parts):
     for part in parts[1:]:
         total += tf.convert_to_tensor(part)
     return total
-
-
-def entries(vector, indices, size):
-    """Some entries of a vector of `size` entries, as a list of scalars."""
-    if under_xla():
-        # To it, each of the others would be two operations more.
-        return [vector[i] for i in indices]
-    found = tf.unstack(vector, size)
-    return [found[i] for i in indices]

@@ -172,7 +172,7 @@ class Walk:
         return chosen.scaled(0, result, [site for pair in pairs for site in pair.origin])
 
     def hidden(self, x):
-        """A constant, of which XLA does not know that it is one (`fusion.hidden`)."""
+        """A constant, of which XLA does not know that it is one (`xla.hidden`)."""
         return hidden(x, self._one)
 
     def count(self, group, made):

@@ -69,6 +69,15 @@ def is_finite(x):
     return magnitude(x) < math.inf
 
 
+def entries(vector, indices, size):
+    """Some entries of a vector of `size` entries, as a list of scalars."""
+    if under_xla():
+        # To it, each of the others would be two operations more.
+        return [vector[i] for i in indices]
+    found = tf.unstack(vector, size)
+    return [found[i] for i in indices]
+
+
 def under_xla():
     """Whether what is traced now is compiled by XLA, by a `tf.function(jit_compile=True)`."""
     graph = tf.compat.v1.get_default_graph()
