@@ -3,10 +3,10 @@
 import warnings
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_gradscale.config import GradScaleConfig
+from tf_gradscale.optimizer_state import check_saved
 from tf_gradscale.registry import ScaleRegistry
 from tf_gradscale.tensors import identity, multiply, values
 from tf_gradscale.xla import computed_once, is_finite
@@ -176,33 +176,10 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If it is not that of the same optimizer with the scales of the same model.
         """
-        if not self.built:
-            # Keras' own warns that there is nothing to load into, as of a copy of an optimizer.
-            super().load_own_variables(store)
-            return
-        found = {name: tuple(store[name].shape) for name in store.keys()}
-        wanted = {str(i): tuple(v.shape) for i, v in enumerate(self.variables)}
-        if found != wanted:
-            differing = sorted(set(found.items()) ^ set(wanted.items()), key=lambda x: int(x[0]))
-            name = differing[0][0]
-            raise ValueError(
-                "The state of an optimizer must be loaded into the same optimizer of the same "
-                "model, but it was saved with another optimizer, model or version. To take the "
-                "weights alone, load them before `compile`. "
-                f"Received: {len(found)} variables, expected {len(wanted)}; the first difference "
-                f"is variable {name}, of shape {found.get(name)}, expected {wanted.get(name)}"
-            )
-        if self._scales is not None:
-            layout = self._scales.layout
-            (index,) = (i for i, v in enumerate(self.variables) if v is layout)
-            saved = int(np.array(store[str(index)]))
-            if saved != int(layout.numpy()):
-                raise ValueError(
-                    "The scales in a file must be those of the same layers in the same dtypes. "
-                    "Build the model under the dtype policy that it was saved with, such as "
-                    'tf_gradscale.set_global_policy("mixed_float16"). '
-                    f"Received: sites with the checksum {saved}, expected {int(layout.numpy())}"
-                )
+        if self.built:
+            layout = None if self._scales is None else self._scales.layout
+            check_saved(store, self.variables, layout)
+        # If it is not, this warns that there is nothing to load into, as of a copy of an optimizer.
         super().load_own_variables(store)
 
     def scale_loss(self, loss):
