@@ -17,7 +17,7 @@ X = RNG.normal(size=(40, 6)).astype("float32")
 Y = RNG.normal(size=(40, 3)).astype("float32")
 # What an optimizer's variables are, before those of the optimizer inside.
 OWN_STATE = (
-    "iteration learning_rate scales history passes pending frozen peaks layout "
+    "iteration learning_rate scales history passes chosen pending frozen peaks layout "
     "applied_steps skipped_steps skips_in_a_row"
 ).split()
 

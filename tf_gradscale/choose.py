@@ -35,6 +35,7 @@ class Chooser:
         self.unmeasured_join = _if_updating(self._unmeasured_join)
         self.unmeasured = _if_updating(self._unmeasured)
         self.unmeasured_gemm = _if_updating(self._unmeasured_gemm)
+        self._measured_operand = SharedIf(self._square, other=-1)
         # What follows from statistics is the same for layers of all shapes.
         self._chosen_gemm = Part(self._choose_gemm)
         self._chosen_bilinear = Part(self._choose_bilinear)
@@ -48,10 +49,31 @@ class Chooser:
         """The chooser of a configuration, with its traces, for all models."""
         return Chooser(config)
 
+    def operand(self, x, updating, one, axis):
+        """Measures an activation, if scales are chosen.
+
+        Args:
+            x: X.
+            updating: Whether scales are chosen.
+            one: A scalar 1, of which XLA does not know that it is 1.
+            axis: The channels of X, or `None`.
+
+        Returns:
+            The largest Σx² of a channel, and a 1 that waits for it.
+        """
+        both = self._measured_operand(updating, x, tf.stack([one, one]), axis=axis)
+        both.set_shape([2])
+        return tf.unstack(both)
+
+    @staticmethod
+    def _square(x, other, axis):
+        return tf.stack([totals(x, axis, largest=False).channel, 1.0])
+
     def _gemm(self, dy, x, kernel, counts, alpha, stored, frozen, dy_axis, x_axis, kind, apart):
         """β_W and β of a product: lines 4 and 5 of Algorithm 1. Sites: first, input.
 
-        `counts`: log2 of √N, and of the roots of how many channels ∇Y and how many entries W has.
+        `x`: X, or what `operand` has measured of it. `counts`: log2 of √N, and of the roots of how
+        many channels ∇Y and how many entries W has.
         `dy_axis` and `x_axis`: the channels of ∇Y and X, or `None` to take the norm of the whole.
         `kind`: of the first site. `"variable"` is β_W. `"cast"` is the cast that a normalisation
         ends with, which leaves room for the kernel's gradient: ∇Y is near to normal and comes
@@ -60,9 +82,9 @@ class Chooser:
         """
         # The balanced placement takes the room of the distribution for max|∇Y|.
         of_dy = totals(dy, dy_axis, largest=kind == "cast" or not self.placement.balanced)
-        of_x = totals(x, x_axis, largest=False)
+        square_x = x if x.shape.rank == 0 else totals(x, x_axis, largest=False).channel
         of_w = totals(kernel, shift=_KERNEL_SHIFT, small=True)
-        roots = of_dy.channel, of_x.channel, of_dy.squares, size(dy), of_w.squares
+        roots = of_dy.channel, square_x, of_dy.squares, size(dy), of_w.squares
         statistics = tf.stack([*roots, of_w.largest, of_dy.largest])
         return self._chosen_gemm(statistics, counts, alpha, stored, frozen, kind=kind, apart=apart)
 
@@ -278,7 +300,7 @@ def _if_updating(function):
     XLA replaces a condition by computing both of its branches if it thinks that these are cheap,
     unless one has nothing to compute, as has the one that returns what is stored.
     """
-    shared = SharedIf(function)
+    shared = SharedIf(function, other=-2)
 
     def choose(*args, **static):
         *own, updating, stored, frozen = args

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from tf_gradscale import heads
+from tf_gradscale.ahead import Ahead
 from tf_gradscale.choose import Chooser
 from tf_gradscale.differentiable import differentiable
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
@@ -121,14 +122,17 @@ class Program:
         def run(*xs):
             for x, mask in zip(xs, masks, strict=True):
                 _set_mask(x, mask)
-            values, records, layers = self._forward(xs, observer)
+            ahead = Ahead(self.scales, self.chooser)
+            values, records, layers = self._forward(xs, ahead, observer)
             owners.extend(layers)
             outputs = [values[id(t)] for t in self.graph.outputs]
             made_masks.extend(getattr(y, "_keras_mask", None) for y in outputs)
             dtypes = [y.dtype for y in outputs]
 
             def gradient(upstream, variables):
-                return self._backward(xs, records, dtypes, upstream, variables, watched, observer)
+                return self._backward(
+                    records, ahead.updating, dtypes, upstream, variables, watched, observer
+                )
 
             outputs = [tf.cast(y, tf.float32) if y.dtype.is_floating else y for y in outputs]
             return outputs, gradient
@@ -160,7 +164,7 @@ class Program:
                     f"Received: a mask of shape {mask.shape} with an input"
                 )
 
-    def _forward(self, xs, observer):
+    def _forward(self, xs, ahead, observer):
         """Runs all steps.
 
         Returns the tensors by id, by the id of each step its record, and the layers that added
@@ -182,7 +186,7 @@ class Program:
             else:
                 with captured(step.operation) as added[id(step)]:
                     call = step.call_in_float32 if plain else step.call
-                    outputs, kept = step.rule.forward(arguments, call)
+                    outputs, kept = step.rule.run(arguments, call, ahead)
                 expected = self._losses.get(id(step), 0)
                 if len(added[id(step)]) != expected:
                     raise ValueError(
@@ -209,7 +213,7 @@ class Program:
                 owners += [layer for layer, _ in added[id(step.operation.step)]]
         return values, records, owners
 
-    def _backward(self, xs, records, dtypes, upstream, variables, watched, observer):
+    def _backward(self, records, updating, dtypes, upstream, variables, watched, observer):
         """Runs Algorithm 1 and writes the registry, on which all results then depend."""
         upstream = [
             tf.convert_to_tensor(dy) if dy is not None and dtype.is_floating else None
@@ -217,7 +221,7 @@ class Program:
         ]
         # A loss is a number that varies freely: its gradient tells nothing of the others'.
         returned = upstream[: len(self.graph.head)]
-        walk = Walk(self.scales, self.chooser, self._needed(watched), returned)
+        walk = Walk(self.scales, self.chooser, self._needed(watched), returned, updating)
         if observer is not None:
             observer.see_walk(walk)
         dxs = self._algorithm_1(walk, records, upstream, observer)

@@ -27,6 +27,7 @@ class ScaleRegistry:
     - `scales`: for each group of sites what `Group` says.
     - `history`: for each site its back-off, and how often in a row it was all zero.
     - `passes`: how many backward passes there were.
+    - `chosen`: the number of the pass that last chose scales, counted from 0; -1 if none has.
     - `pending`: 1 if the next pass must choose scales anew, else 0.
     - `frozen`: 1 if scales are fixed, else 0.
     - `peaks`: for each output the largest magnitude of the gradient that came in when scales were
@@ -121,6 +122,7 @@ class ScaleRegistry:
                 "scales": create("scales", initial, "float32"),
                 "history": create("history", np.zeros((2, len(self))), "float32"),
                 "passes": create("passes", 0, "int64"),
+                "chosen": create("chosen", -1, "int64"),
                 "pending": create("pending", 0, "int32"),
                 "frozen": create("frozen", 0, "int32"),
                 "peaks": create("peaks", [0.0] * outputs, "float32"),
@@ -211,18 +213,19 @@ class ScaleRegistry:
                 if name != "layout"
             }
 
-    def write(self, scales, history, pending, peaks, updating, inverses):
+    def write(self, scales, history, pending, peaks, chosen, updating, inverses):
         """Ends a pass.
 
         Args:
-            scales, history, pending, peaks: What the pass leaves of each.
+            scales, history, pending, peaks, chosen: What the pass leaves of each.
             updating: Whether the pass chose new scales.
             inverses: By a variable's id, 1/α of the gradient that the pass gives it.
 
         Returns:
             The writing operations.
         """
-        values = {"scales": scales, "history": history, "pending": pending, "peaks": peaks}
+        values = {"scales": scales, "history": history, "pending": pending}
+        values |= {"peaks": peaks, "chosen": chosen}
         with autocast_off():
             if self.config.unscale == "optimizer":
                 found = [inverses.get(weight, tf.constant(1.0)) for weight in self._weights]

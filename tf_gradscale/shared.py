@@ -49,26 +49,27 @@ class Part:
 
 
 class SharedIf:
-    """A condition, of which both branches are shared: `function`, or the last argument but one.
+    """A condition, of which both branches are shared: `function`, or one of the arguments.
 
     One operation: `tf.cond` in a function of its own would cost two in every step, and `tf.cond`
     itself would trace its branches once a layer.
 
     Args:
-        function: As in `Shared`. Returns a float32 tensor, as is its last argument but one.
+        function: As in `Shared`. Returns a float32 tensor.
+        other: Which tensor of the flattened arguments is returned otherwise, an index.
     """
 
-    def __init__(self, function):
-        self._function = function
+    def __init__(self, function, other):
+        self._function, self._other = function, other
         self._traces = {}
 
     def __call__(self, predicate, *args, **static):
         tensors = tf.nest.flatten(args)
         key = _key(args, tensors, static)
         if key not in self._traces:
-            branches = _flat(self._function, args, static), lambda *flat: tf.identity(flat[-2])
+            branches = _flat(self._function, args, static), self._identity
             self._traces[key] = [_traced(branch, tensors) for branch in branches]
-        then, other = self._traces[key]
+        then, otherwise = self._traces[key]
         with record.stop_recording():
             # Takes concrete functions as well as what it documents (tests/test_platform.py).
             (made,) = tf.raw_ops.StatelessIf(
@@ -76,9 +77,12 @@ class SharedIf:
                 input=tensors,
                 Tout=[tf.float32],
                 then_branch=then,
-                else_branch=other,
+                else_branch=otherwise,
             )
             return tf.stop_gradient(made)
+
+    def _identity(self, *flat):
+        return tf.identity(flat[self._other])
 
 
 def _key(args, tensors, static):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tf_gradscale import formats, tensors
 from tf_gradscale.counters import rates
-from tf_gradscale.passes import Passes
+from tf_gradscale.passes import Passes, Sites
 from tf_gradscale.reductions import largest_magnitude
 from tf_gradscale.registry import variable_value
 from tf_gradscale.rules.base import Scaled
@@ -45,13 +45,14 @@ class Walk:
         chooser: The `choose.Chooser`.
         needed: Function of a step or tensor: whether anything depends on gradients there.
         upstream: The gradients that come in, one an output, `None` for none.
+        updating: Whether scales are chosen, if that is known from the forward pass (`Ahead`).
 
     Attributes:
         shift: A power of two by which those are to be multiplied (`passes.Passes`).
         unshift: 1/shift.
     """
 
-    def __init__(self, registry, chooser, needed, upstream):
+    def __init__(self, registry, chooser, needed, upstream, updating):
         self.registry = registry
         self.chooser = chooser
         self.config = registry.config
@@ -61,8 +62,11 @@ class Walk:
         self._peaks = tf.stack(
             [tf.constant(0.0) if g is None else largest_magnitude(g) for g in upstream]
         )
-        begun = self._passes.begin(self._state, self._peaks, registry.are_inverses())
-        self._updating, self._frozen, self.shift, self.unshift, self._one, stored = begun
+        if updating is None:
+            updating, _ = self._passes.due(self._state)
+        self._updating = updating
+        begun = self._passes.begin(self._state, updating, self._peaks, registry.are_inverses())
+        self._frozen, self.shift, self.unshift, self._one, stored = begun
         sizes = [group.size for group in registry.groups]
         self._parts = tf.split(stored, sizes) if sizes else []
         self._measured = np.zeros(len(registry), bool)
@@ -213,17 +217,16 @@ class Walk:
         registry = self.registry
         parts = tf.concat(self._parts, 0) if registry.groups else self._state["scales"]
         groups = [registry.group_of(site) for site in registry]
-        left = self._passes.end(
-            self._state,
-            parts,
-            self._peaks,
-            measured=self._measured,
-            magnitudes=registry.positions("magnitude"),
-            given=[group.given for group in groups],
-            retreats=registry.positions("retreat"),
-            followers=[site.index for site, _ in self._followers],
-            followed=[group.given for _, group in self._followers],
-        )
+        positions = {
+            "magnitudes": registry.positions("magnitude"),
+            "given": [group.given for group in groups],
+            "retreats": registry.positions("retreat"),
+            "followers": [site.index for site, _ in self._followers],
+            "followed": [group.given for _, group in self._followers],
+        }
+        positions = {name: np.array(where, "int32") for name, where in positions.items()}
+        sites = Sites(measured=self._measured, **positions)
+        left = self._passes.end(self._state, self._updating, parts, self._peaks, sites)
         writes = registry.write(*left, self._updating, self._inverses)
         writes += [counters.write(self._rates) for counters in self._counters]
         return [] if tf.executing_eagerly() else [tf.group(*writes)]

@@ -49,6 +49,14 @@ def hidden(x, one):
     return x * one if under_xla() else x
 
 
+def product_operand(x):
+    """A tensor as XLA's product of it with another has it: in float32 on a processor.
+
+    There float16 products are computed in float32; as it is, the tensor would be made twice.
+    """
+    return x if tf.config.list_physical_devices("GPU") else tf.cast(x, tf.float32)
+
+
 def magnitude(x):
     """|x|, of floats."""
     return tf.maximum(x, -x) if under_xla() else tf.abs(x)

@@ -74,6 +74,13 @@ class Rule:
         """
         raise NotImplementedError
 
+    def run(self, inputs, call, ahead):
+        """As `forward`, for a rule that measures what `backward` would have to keep for it.
+
+        `ahead`: the `Ahead` of this forward pass.
+        """
+        return self.forward(inputs, call)
+
     def backward(self, record, upstream, walk):
         """Carries gradients from the step's outputs to its inputs.
 
