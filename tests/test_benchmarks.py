@@ -99,3 +99,12 @@ def test_a_kernel_is_counted_once_though_many_layers_run_it(tmp_path):
         for kind in ("with", "no"):
             (tmp_path / f"module_{name}_kernel_module.ir-{kind}-opt.ll").write_text("")
     assert program_size.compiled_kernels(tmp_path) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vgg", "segnet", "residual", "transformer"])
+def test_scales_take_no_memory(name):
+    """What XLA asks for is no more than what it does with Keras' loss scaling."""
+    options = {"width": 8, "size": 32}
+    found = {m: program_size.measure(name, m, 16, options)["bytes"] for m in ("lso", "ours")}
+    assert found["ours"] <= 1.01 * found["lso"]
