@@ -154,3 +154,52 @@ def test_a_copy_of_a_graph_that_is_gone_is_refused():
         y = copy.get_tensor_by_name(name)
         with pytest.raises(RuntimeError, match="and the graph in which it was run.*Received"):
             tf.gradients(y, y.op.inputs[1])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("place", ["while", "map", "cond"])
+def test_a_tape_outside_of_a_loop_is_refused(place, jit):
+    """TensorFlow lets nothing be written in the gradient of a loop. Inside, all is well."""
+    with gs.policy_scope("mixed_float16"):
+        inputs = keras.Input((4,))
+        model = gs.convert(keras.Model(inputs, keras.layers.Dense(4, activation="tanh")(inputs)))
+    x = tf.constant(np.random.default_rng(0).standard_normal((3, 5, 4)).astype("float32"))
+    x = x[0] if place == "cond" else x
+    weights = [v.value for v in model.trainable_variables]
+
+    def loss(x):
+        return tf.reduce_mean(tf.square(model(x)))
+
+    def gradients(xs):
+        with tf.GradientTape() as tape:
+            value = loss(xs)
+        return tape.gradient(value, weights)
+
+    def outside(xs):
+        with tf.GradientTape() as tape:
+            if place == "while":
+                counts = tf.constant(0), tf.constant(0.0)
+                _, value = tf.while_loop(
+                    lambda i, _: i < 3,
+                    lambda i, total: (i + 1, total + loss(xs[i])),
+                    counts,
+                    maximum_iterations=3,
+                )
+            elif place == "map":
+                value = tf.reduce_sum(tf.map_fn(loss, xs))
+            else:
+                value = tf.cond(tf.size(xs) > 0, lambda: loss(xs), lambda: loss(2.0 * xs))
+        return tape.gradient(value, weights)
+
+    def inside(xs):
+        if place == "cond":
+            return tf.cond(tf.size(xs) > 0, lambda: gradients(xs), lambda: gradients(2.0 * xs))
+        parts = tf.map_fn(gradients, xs, fn_output_signature=[tf.float32] * len(weights))
+        return [tf.reduce_sum(g, 0) for g in parts]
+
+    with pytest.raises(ValueError, match="(?s)tape in there.*Received: a tape outside"):
+        tf.function(outside, jit_compile=jit)(x)
+    wanted = outside(x)
+    found = tf.function(inside, jit_compile=jit)(x)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-3, atol=1e-4)

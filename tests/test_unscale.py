@@ -31,9 +31,10 @@ def loss_of(model, x, y):
     return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x)))
 
 
-def gradients_of(model, x, y):
+def gradients_of(model, x, y, *sizes):
+    """Of the loss, or of the sum of its multiples, each from a call of its own."""
     with tf.GradientTape() as tape:
-        loss = loss_of(model, x, y)
+        loss = tf.add_n([size * loss_of(model, x, y) for size in sizes or [1.0]])
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
@@ -113,49 +114,54 @@ def test_refuses_a_variable_that_is_used_twice():
         gs.convert(keras.Model(inputs, outputs), OPTIMIZER)
 
 
-def test_refuses_gradients_of_passes_with_different_scales():
+@pytest.mark.parametrize("apart", [False, True])
+def test_accumulates_over_passes(run, apart):
+    """Those that come before gradients are applied use the scales of the first."""
     x, y = data()
     model = classifier(gs.GradScaleConfig(unscale="optimizer", update_every=1))
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    first, second = gradients_of(model, x, y), gradients_of(model, x, y)
-    total = [a + b for a, b in zip(first, second, strict=True)]
-    with pytest.raises(ValueError, match=r"(?s)before the next pass.*several passes"):
-        model.optimizer.apply(total, model.trainable_variables)
-
-    # In a graph nothing can be raised: the step is skipped and counted.
-    @tf.function
-    def step():
-        first, second = gradients_of(model, x, y), gradients_of(model, x, y)
-        total = [a + b for a, b in zip(first, second, strict=True)]
-        model.optimizer.apply(total, model.trainable_variables)
-
-    before = model.get_weights()
-    step()
-    assert int(model.optimizer.skipped_steps) == 1
-    trainable = {id(v) for v in model.trainable_variables}
-    for variable, old in zip(model.weights, before, strict=True):
-        if id(variable) in trainable:
-            np.testing.assert_array_equal(variable.numpy(), old)
-
-
-def test_accumulates_over_passes_with_the_same_scales():
-    x, y = data()
-    model = classifier(gs.GradScaleConfig(unscale="optimizer", update_every=100))
     model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
-    model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
-    model.scales.freeze()
-    # The next pass still derives what the frozen scales imply.
-    model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+    reference = classifier(gs.GradScaleConfig())
+    head = [v.path for v in model.weights].index("head/kernel")
+
+    @run
+    def step(size):
+        if apart:
+            both = [gradients_of(model, x, y, size), gradients_of(model, x, y, 3.0 * size)]
+            total = [a + b for a, b in zip(*both, strict=True)]
+        else:
+            total = gradients_of(model, x, y, size, 3.0 * size)
+        model.optimizer.apply(total, model.trainable_variables)
+
+    for i in range(5):
+        reference.set_weights(model.get_weights())
+        before = model.get_weights()[head]
+        step(tf.constant(4.0**-i))
+        true = 4.0 * 4.0**-i * gradients_of(reference, x, y)[-2].numpy()
+        found = (before - model.get_weights()[head]) / 0.01
+        # What is subtracted from a weight of float32 is rounded to it.
+        rounded = 2.0**-23 * np.abs(before).max() / 0.01
+        np.testing.assert_allclose(found, true, rtol=0.02, atol=1e-2 * np.abs(true).max() + rounded)
+    assert int(model.optimizer.applied_steps) == 5
+    assert int(model.optimizer.skipped_steps) == 0
+
+
+def test_a_pass_that_leaves_a_variable_out_leaves_its_scale():
+    """Summed with one that does not."""
+    x, y = data()
+    model = classifier(gs.GradScaleConfig(unscale="optimizer", update_every=1))
+    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     reference = classifier(gs.GradScaleConfig())
     reference.set_weights(model.get_weights())
-    before = model.get_weights()
-    first, second = gradients_of(model, x, y), gradients_of(model, x, y)
-    total = [a + b for a, b in zip(first, second, strict=True)]
-    model.optimizer.apply(total, model.trainable_variables)
-    head = [v.path for v in model.weights].index("head/kernel")
     true = gradients_of(reference, x, y)[-2].numpy()
-    step = before[head] - model.get_weights()[head]
-    np.testing.assert_allclose(step / 0.01, 2 * true, rtol=0.02, atol=1e-2 * np.abs(true).max())
+    gradients = gradients_of(model, x, y)
+    head = model.get_layer("head").kernel
+    model.get_layer("head").trainable = False
+    gradients_of(model, x, y)
+    model.get_layer("head").trainable = True
+    before = np.array(head)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    found = (before - np.array(head)) / 0.01
+    np.testing.assert_allclose(found, true, rtol=0.02, atol=1e-2 * np.abs(true).max())
 
 
 def test_replicas_must_share_their_scales(mirrored):

@@ -292,23 +292,15 @@ class GradScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         replicas = replica.num_replicas_in_sync
         if replicas > 1:
             self._check_scope()
-        valid = True
         if self._scales is not None and self._scales.config.unscale == "optimizer":
             self._check_replicas(replicas)
             variables = trainable_variables or self._trainable_variables
-            grads, valid = self._scales.unscale(grads, variables)
-            if tf.executing_eagerly() and not valid:
-                raise ValueError(
-                    'With unscale="optimizer" gradients must be applied before the next pass '
-                    'chooses new scales. To accumulate gradients over passes, use unscale="layer" '
-                    "or `gradient_accumulation_steps` of the inner optimizer. Received: gradients "
-                    "of several passes, with different scales"
-                )
+            grads = self._scales.unscale(grads, variables)
         bounds = grads
         if replicas > 1:
             # The sum of the gradients over all replicas must be finite, too.
             bounds = [None if g is None else multiply(g, replicas) for g in grads]
-        finite = tf.logical_and(self.check_finite(bounds), valid)
+        finite = self.check_finite(bounds)
         if replicas > 1:
             # All replicas must agree before one acts: gradients are summed only afterwards, so
             # an overflow on one of them would reach all weights.

@@ -215,6 +215,7 @@ class Program:
 
     def _backward(self, records, updating, dtypes, upstream, variables, watched, observer):
         """Runs Algorithm 1 and writes the registry, on which all results then depend."""
+        _check_loops(tf.compat.v1.get_default_graph())
         upstream = [
             tf.convert_to_tensor(dy) if dy is not None and dtype.is_floating else None
             for dy, dtype in zip(upstream, dtypes, strict=True)
@@ -313,6 +314,21 @@ def _check_single_path(graph, weights):
                 'unscale="layer", or remove the second. '
                 f"Received: variable '{weight.path}': {why}"
             )
+
+
+def _check_loops(graph):
+    """Refuses the gradient of a loop or condition, in which TensorFlow lets nothing be written."""
+    while graph is not None:
+        # What only these graphs have; tests/test_platform.py notices if it goes.
+        if hasattr(graph, "_forward_graph"):
+            raise ValueError(
+                "A call of a model in a loop or condition of a `tf.function` must have its tape in "
+                "there as well: scales are written as gradients are made, which TensorFlow does "
+                "not allow in the gradient of a loop. Take gradients inside of it and add them "
+                "up, or use a Python loop, or run eagerly. Received: a tape outside of a "
+                "`tf.while_loop`, `tf.map_fn`, `tf.range` or `tf.cond` with a call in it"
+            )
+        graph = getattr(graph, "outer_graph", None)
 
 
 def _keeps_width(edge):

@@ -34,8 +34,8 @@ class ScaleRegistry:
       last chosen.
     - `layout`: a checksum of the sites' kinds, by which a file for another graph is known.
     - `inverses` and `unapplied`, with `unscale="optimizer"` only: for each variable 1/α of the
-      gradient that the last pass gave it; and 0 if that was applied, 1 if not, 2 if a pass has
-      chosen new scales since.
+      gradient that the last pass gave it; and 1 if that is still to be applied, else 0. Until then
+      no pass chooses scales.
 
     Example:
 
@@ -213,12 +213,11 @@ class ScaleRegistry:
                 if name != "layout"
             }
 
-    def write(self, scales, history, pending, peaks, chosen, updating, inverses):
+    def write(self, scales, history, pending, peaks, chosen, inverses):
         """Ends a pass.
 
         Args:
             scales, history, pending, peaks, chosen: What the pass leaves of each.
-            updating: Whether the pass chose new scales.
             inverses: By a variable's id, 1/α of the gradient that the pass gives it.
 
         Returns:
@@ -228,10 +227,10 @@ class ScaleRegistry:
         values |= {"peaks": peaks, "chosen": chosen}
         with autocast_off():
             if self.config.unscale == "optimizer":
-                found = [inverses.get(weight, tf.constant(1.0)) for weight in self._weights]
-                values["inverses"] = tf.stack(found)
-                before = tf.convert_to_tensor(self._variables["unapplied"].value)
-                values["unapplied"] = tf.where(updating & (before > 0), 2, tf.maximum(before, 1))
+                before = tf.unstack(tf.convert_to_tensor(self._variables["inverses"].value))
+                pairs = zip(self._weights, before, strict=True)
+                values["inverses"] = tf.stack([inverses.get(weight, old) for weight, old in pairs])
+                values["unapplied"] = tf.constant(1)
             writes = [self._variables[name].value.assign(v) for name, v in values.items()]
             writes.append(self._variables["passes"].value.assign_add(1))
         return writes
@@ -244,11 +243,10 @@ class ScaleRegistry:
             weights: Their Keras variables.
 
         Returns:
-            The gradients, and whether all of them were made under the same scales (bool).
+            The gradients, float32.
         """
         with autocast_off():
             inverses = tf.unstack(tf.convert_to_tensor(self._variables["inverses"].value))
-            valid = tf.convert_to_tensor(self._variables["unapplied"].value) < 2
             self._variables["unapplied"].value.assign(0)
         unscaled = []
         for gradient, weight in zip(gradients, weights, strict=True):
@@ -256,7 +254,7 @@ class ScaleRegistry:
             if gradient is not None and index is not None:
                 gradient = multiply(cast(gradient, tf.float32), inverses[index])
             unscaled.append(gradient)
-        return unscaled, valid
+        return unscaled
 
     @property
     def frozen(self):

@@ -64,6 +64,9 @@ class Walk:
         )
         if updating is None:
             updating, _ = self._passes.due(self._state)
+        if self.config.unscale == "optimizer":
+            # What is added up before it is divided needs the same scales.
+            updating &= tf.equal(self._state["unapplied"], 0)
         self._updating = updating
         begun = self._passes.begin(self._state, updating, self._peaks, registry.are_inverses())
         self._frozen, self.shift, self.unshift, self._one, stored = begun
@@ -227,6 +230,6 @@ class Walk:
         positions = {name: np.array(where, "int32") for name, where in positions.items()}
         sites = Sites(measured=self._measured, **positions)
         left = self._passes.end(self._state, self._updating, parts, self._peaks, sites)
-        writes = registry.write(*left, self._updating, self._inverses)
+        writes = registry.write(*left, self._inverses)
         writes += [counters.write(self._rates) for counters in self._counters]
         return [] if tf.executing_eagerly() else [tf.group(*writes)]
