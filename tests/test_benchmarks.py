@@ -10,6 +10,7 @@ import tensorflow as tf
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import kernel_times  # noqa: E402
 import models  # noqa: E402
 import program_size  # noqa: E402
 
@@ -99,6 +100,22 @@ def test_a_kernel_is_counted_once_though_many_layers_run_it(tmp_path):
         for kind in ("with", "no"):
             (tmp_path / f"module_{name}_kernel_module.ir-{kind}-opt.ll").write_text("")
     assert program_size.compiled_kernels(tmp_path) == 2
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_kernels_of_a_kind_are_added_up(jit):
+    space = kernel_times.xplane_pb2.XSpace()
+    plane = space.planes.add()
+    line = plane.lines.add()
+    names = ["dot.1", "dot.12", "end: dot.12", "a/MatMul:MatMul", "b/MatMul_1:MatMul", "Eager: a:b"]
+    for i, name in enumerate(names):
+        plane.event_metadata[i].name = name
+        line.events.add(metadata_id=i, duration_ps=(i + 1) * 10**9)
+    found = kernel_times.kinds(space, 2, jit)
+    if jit:
+        assert found["dot"] == [1.0, 1.5]
+    else:
+        assert dict(found) == {"MatMul": [1.0, 4.5]}
 
 
 @pytest.mark.slow
