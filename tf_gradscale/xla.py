@@ -74,7 +74,7 @@ def ceil(x):
 
 def is_finite(x):
     """Whether each entry of a float tensor is finite."""
-    return magnitude(x) < math.inf
+    return magnitude(x) < math.inf if under_xla() else tf.math.is_finite(x)
 
 
 def entries(vector, indices, size):
