@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tensorflow as tf
 from models import MODELS
-from step_time import batch_for, compiled, timed
+from step_time import batch_for, compiled, settle, timed
 
 # tensorflow.tsl: the profiler's files can be read with nothing else.
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -49,9 +49,7 @@ def profiled(model, method, jit, args):
     network = compiled(model, method, jit, {"width": args.width, "size": args.size})
     x, y = batch_for(network, args.batch)
     timed(network, x, y)  # tracing and compiling
-    for _ in range(70):  # past the early updates of passes 0, 1, 2, 4, ... 64
-        if timed(network, x, y) > 1.0:
-            break
+    settle(network, x, y)
     with tempfile.TemporaryDirectory() as folder:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
         with tf.profiler.experimental.Profile(folder, options=options):

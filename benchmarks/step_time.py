@@ -78,6 +78,13 @@ def timed(model, x, y):
     return time.perf_counter() - start
 
 
+def settle(model, x, y):
+    """Steps of a model that has made its first, past the early updates of passes 0, 1, ... 64."""
+    for _ in range(70):
+        if timed(model, x, y) > 1.0:
+            break
+
+
 def measure(name, methods, jit, batch, rounds, options, firsts):
     """Times of first steps and of steady steps, by method."""
     first = {m: [] for m in methods}
@@ -88,9 +95,7 @@ def measure(name, methods, jit, batch, rounds, options, firsts):
             x, y = batch_for(models[m], batch)
             first[m].append(timed(models[m], x, y))
     for model in models.values():
-        for _ in range(70):  # past the early updates of passes 0, 1, 2, 4, ... 64
-            if timed(model, x, y) > 1.0:
-                break
+        settle(model, x, y)
         for _ in range(3):
             timed(model, x, y)
     steady = {m: [] for m in methods}

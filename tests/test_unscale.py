@@ -145,6 +145,26 @@ def test_accumulates_over_passes(run, apart):
     assert int(model.optimizer.skipped_steps) == 0
 
 
+def test_accumulates_over_passes_with_frozen_scales():
+    x, y = data()
+    model = classifier(gs.GradScaleConfig(unscale="optimizer", update_every=100))
+    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
+    model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+    model.scales.freeze()
+    # The next pass still derives what the frozen scales imply.
+    model.optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+    reference = classifier(gs.GradScaleConfig())
+    reference.set_weights(model.get_weights())
+    before = model.get_weights()
+    first, second = gradients_of(model, x, y), gradients_of(model, x, y)
+    total = [a + b for a, b in zip(first, second, strict=True)]
+    model.optimizer.apply(total, model.trainable_variables)
+    head = [v.path for v in model.weights].index("head/kernel")
+    true = gradients_of(reference, x, y)[-2].numpy()
+    step = before[head] - model.get_weights()[head]
+    np.testing.assert_allclose(step / 0.01, 2 * true, rtol=0.02, atol=1e-2 * np.abs(true).max())
+
+
 def test_a_pass_that_leaves_a_variable_out_leaves_its_scale():
     """Summed with one that does not."""
     x, y = data()

@@ -1,8 +1,6 @@
 """What is measured of activations while they are at hand, in the forward pass."""
 
-# tensorflow.python: not exported; tests/test_platform.py notices if it goes.
-from tensorflow.python.eager import record
-
+from tf_gradscale.differentiable import is_watched
 from tf_gradscale.passes import Passes
 from tf_gradscale.xla import product_operand, under_xla
 
@@ -40,16 +38,16 @@ class Ahead:
 
         Returns:
             The largest Σx² of a channel (float32 scalar; of no meaning if the pass does not choose
-            scales), or `None` if that is left to the backward pass; and W, to multiply X by.
+            scales), or X itself if that is left to the backward pass; and W, to multiply X by.
         """
         config = self._registry.config
         if (
             not under_xla()
             or not self._chooser.placement.balanced
             or x.dtype.name != config.gradient_dtype
-            or not record.should_record_backprop([x, weight])
+            or not is_watched([x, weight])
         ):
-            return None, weight
+            return x, weight
         if self.updating is None:
             self.updating, self._one = Passes.of(config).due(self._registry.read())
         square, one = self._chooser.operand(product_operand(x), self.updating, self._one, axis)

@@ -54,6 +54,12 @@ def differentiable(function, inputs, owner):
     return made
 
 
+def is_watched(tensors):
+    """Whether a tape records what is made of any of some tensors."""
+    # What tf.custom_gradient itself asks.
+    return record.should_record_backprop(tensors)
+
+
 def _overridden(outputs, sources, backward, owner):
     """The outputs, with the gradient also for those who differentiate the finished graph."""
     graph = tf.compat.v1.get_default_graph()

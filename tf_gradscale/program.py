@@ -4,13 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# tensorflow.python: not exported; tests/test_platform.py notices if it goes.
-from tensorflow.python.eager import record
-
 from tf_gradscale import heads
 from tf_gradscale.ahead import Ahead
 from tf_gradscale.choose import Chooser
-from tf_gradscale.differentiable import differentiable
+from tf_gradscale.differentiable import differentiable, is_watched
 from tf_gradscale.losses import ActivityLoss, AddedLoss, LossesOf, captured
 from tf_gradscale.registry import autocast_off
 from tf_gradscale.rules import Gemm, rule_for
@@ -117,7 +114,7 @@ class Program:
         self._check_masks(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in inputs]
         made_masks, owners = [], []
-        watched = any(_is_watched(x) for x in inputs if is_dense_float(x))
+        watched = is_watched(list(filter(is_dense_float, inputs)))
 
         def run(*xs):
             for x, mask in zip(xs, masks, strict=True):
@@ -319,7 +316,7 @@ def _check_single_path(graph, weights):
 def _check_loops(graph):
     """Refuses the gradient of a loop or condition, in which TensorFlow lets nothing be written."""
     while graph is not None:
-        # What only these graphs have; tests/test_platform.py notices if it goes.
+        # What only these graphs have; tests/test_differentiable.py notices if it goes.
         if hasattr(graph, "_forward_graph"):
             raise ValueError(
                 "A call of a model in a loop or condition of a `tf.function` must have its tape in "
@@ -354,8 +351,3 @@ def _carry_mask(layer, x, y):
 def _set_mask(x, mask):
     if mask is not None:
         x._keras_mask = mask
-
-
-def _is_watched(x):
-    # tensorflow.python: what tf.custom_gradient itself asks; tests/test_platform.py notices.
-    return record.should_record_backprop([x])

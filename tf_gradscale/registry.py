@@ -223,8 +223,13 @@ class ScaleRegistry:
         Returns:
             The writing operations.
         """
-        values = {"scales": scales, "history": history, "pending": pending}
-        values |= {"peaks": peaks, "chosen": chosen}
+        values = {
+            "scales": scales,
+            "history": history,
+            "pending": pending,
+            "peaks": peaks,
+            "chosen": chosen,
+        }
         with autocast_off():
             if self.config.unscale == "optimizer":
                 before = tf.unstack(tf.convert_to_tensor(self._variables["inverses"].value))

@@ -65,8 +65,8 @@ class Gemm(Rule):
         stages = []
         for product in self.products:
             weight = tf.convert_to_tensor(variable_value(product.kernel))
-            square, used = ahead.measured(z, weight, product.x_axis)
-            stages.append((z, weight, square))
+            measured, used = ahead.measured(z, weight, product.x_axis)
+            stages.append((z, weight, measured))
             z = product.apply(z, tf.cast(used, dtype))
         if self.bias is not None:
             bias = tf.cast(variable_value(self.bias), dtype)
@@ -99,7 +99,7 @@ class Gemm(Rule):
 
     def _product_backward(self, product, group, stage, pair, walk):
         """Lines 3 to 7 of Algorithm 1, less the update."""
-        x, weight, square = stage
+        x, weight, measured = stage
         alpha, dz = pair.log2_alpha, pair.gradient
         kind = group.sites[0].kind
         apart = self.apart and kind == "variable" and product is self.products[-1]
@@ -108,7 +108,7 @@ class Gemm(Rule):
             counts = product.n, _channels(dz, product.y_axis), math.prod(weight.shape)
             counts = walk.hidden(tf.constant([0.5 * math.log2(count) for count in counts]))
             axes = {"dy_axis": product.y_axis, "x_axis": product.x_axis}
-            given = dz, x if square is None else square, weight, counts, alpha
+            given = dz, measured, weight, counts, alpha
             return walk.chooser.gemm(*given, *state, **axes, kind=kind, apart=apart)
 
         def keep(*state):
